@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from cases.processes import run_processes
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import (
     Activations,
     AlgorithmConfig,
@@ -24,6 +25,7 @@ from slipstream.conf.schema import (
     ModelConfig,
     OptimConfig,
     ParityConfig,
+    RunConfig,
     TrainerConfig,
     TrainMode,
     WeightSyncConfig,
@@ -112,6 +114,38 @@ def make_rank(
     if is_loaded:
         made.load()
     return made
+
+
+def rank_of(
+    config: RunConfig,
+    key: bytes,
+    *,
+    weight_sync: WeightSyncConfig | None = None,
+    hf_config: JsonObject | None = None,
+    device: str = "cpu",
+) -> TrainerRank:
+    """The only rank of a run of four steps, not loaded yet.
+
+    Args:
+        weight_sync: None: the run's.
+        hf_config: Of the model; None: what the run says.
+    """
+    return TrainerRank(
+        TrainerOptions(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            sampling_temperature=1.0,
+            weight_sync=weight_sync or config.weight_sync,
+            seed=3,
+            num_steps=4,
+            world_size=1,
+            rendezvous="",
+            device=device,
+            hf_config=hf_config or config.model.hf_config,
+            sync_key=key,
+        )
+    )
 
 
 def trained(rank: TrainerRank) -> list[tuple[str, torch.nn.Parameter]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.rank_helpers import draw
+from cases.rank_helpers import draw, rank_of
 from fakes.vllm_oracle import vllm_serves_adapter
 from safetensors.torch import save_file
 
@@ -22,7 +22,6 @@ from slipstream.conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.types import AdapterSlotsSpec, Prompt
 from slipstream.trainer.delivery.adapter_source import AdapterSource
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 from slipstream.weight_sync.layout import Region
@@ -121,22 +120,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
         make_engine=VllmEngine,
     )  # fmt: skip
     address = await worker.start()
-    trainer = TrainerRank(
-        TrainerOptions(
-            model=config.model,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            sampling_temperature=1.0,
-            weight_sync=config.weight_sync,
-            seed=3,
-            num_steps=4,
-            world_size=1,
-            rendezvous="",
-            device="cuda",
-            hf_config=config.model.hf_config,
-            sync_key=KEY,
-        )
-    )
+    trainer = rank_of(config, KEY, device="cuda")
     try:
         trainer.load()
         trainer.states.save_merged(tmp_path / "base")  # B is still zero: the merged model is the base

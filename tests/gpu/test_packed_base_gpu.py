@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases.rank_helpers import rank_of
 from fakes import packed
 from test_adapter_gpu import KEY, PROMPT, SHORT, draw
 from torch import Tensor
@@ -24,7 +25,6 @@ from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.types import Rollout
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.delivery.adapter_source import AdapterSource
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.types import Denominators, Sample
 from slipstream.weight_sync.layout import Region
@@ -76,22 +76,7 @@ async def compare(tmp_path: Path, model: str) -> None:
         make_engine=VllmEngine,
     )  # fmt: skip
     address = await worker.start()
-    trainer = TrainerRank(
-        TrainerOptions(
-            model=config.model,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            sampling_temperature=1.0,
-            weight_sync=config.weight_sync,
-            seed=3,
-            num_steps=4,
-            world_size=1,
-            rendezvous="",
-            device="cuda",
-            hf_config=prepared.hf_config,
-            sync_key=KEY,
-        )
-    )
+    trainer = rank_of(config, KEY, hf_config=prepared.hf_config, device="cuda")
     try:
         assert trainer.load()["packed_bytes"] > 0
         await asyncio.to_thread(trainer.delivery.connect, [address], None, [await worker.adapter_endpoint()])

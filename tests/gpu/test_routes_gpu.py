@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases.rank_helpers import draw
+from cases.rank_helpers import draw, rank_of
 from cases.route_cases import own_routes
 from cases.samples import build_samples
 
@@ -28,7 +28,6 @@ from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.types import Group, Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
 
 pytestmark = [
@@ -103,22 +102,7 @@ async def started(folder: Path, mode: SyncMode, tp_size: int = 1) -> AsyncIterat
         make_engine=VllmEngine,
     )  # fmt: skip
     address = await worker.start()
-    trainer = TrainerRank(
-        TrainerOptions(
-            model=config.model,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            sampling_temperature=1.0,
-            weight_sync=config.weight_sync,
-            seed=3,
-            num_steps=4,
-            world_size=1,
-            rendezvous="",
-            device="cuda",
-            hf_config=config.model.hf_config,
-            sync_key=KEY,
-        )
-    )
+    trainer = rank_of(config, KEY, device="cuda")
     try:
         trainer.load()
         adapters = [await worker.adapter_endpoint()] if mode is SyncMode.adapter else []

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import psutil
 import pytest
 import pytest_asyncio
-from cases.rank_helpers import draw
+from cases.rank_helpers import draw, rank_of
 from system.test_adapter_recovery import engines
 
 from slipstream.conf.architecture.families import read_config
@@ -29,7 +29,6 @@ from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
 from slipstream.rollout.types import Progress, Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
 from slipstream.weight_sync.errors import IntegrityError
 from slipstream.weight_sync.publish.report import PublishReport
@@ -138,22 +137,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
-    trainer = TrainerRank(
-        TrainerOptions(
-            model=config.model,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            sampling_temperature=1.0,
-            weight_sync=sync,
-            seed=3,
-            num_steps=4,
-            world_size=1,
-            rendezvous="",
-            device="cpu",
-            hf_config=config.model.hf_config,
-            sync_key=KEY,
-        )
-    )
+    trainer = rank_of(config, KEY, weight_sync=sync)
     trainer.load()
     tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
     handles: list[Handle] = []

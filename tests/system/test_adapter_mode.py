@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from cases.rank_helpers import draw
+from cases.rank_helpers import draw, rank_of
 from fakes.flipping_transport import FlippingTransport
 from fakes.vllm_oracle import vllm_serves_adapter
 
@@ -27,7 +27,6 @@ from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
 from slipstream.rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 from slipstream.weight_sync.publish.report import PublishReport
@@ -148,22 +147,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         model_folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
         device=Device.cpu, seed=1, tensors=tensors, key=KEY, adapters=slots_of(config), make_engine=WatchedEngine,
     )  # fmt: skip
-    trainer = TrainerRank(
-        TrainerOptions(
-            model=config.model,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            sampling_temperature=1.0,
-            weight_sync=config.weight_sync,
-            seed=3,
-            num_steps=4,
-            world_size=1,
-            rendezvous="",
-            device="cpu",
-            hf_config=config.model.hf_config,
-            sync_key=KEY,
-        )
-    )
+    trainer = rank_of(config, KEY)
     trainer.load()
     transport = FlippingTransport(timeout_s=20)
     assert isinstance(worker.engine, WatchedEngine)

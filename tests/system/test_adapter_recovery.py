@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from cases.rank_helpers import draw
+from cases.rank_helpers import draw, rank_of
 from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
 
 from slipstream.conf.architecture.families import read_config
@@ -26,7 +26,6 @@ from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
 from slipstream.rollout.types import Rollout
 from slipstream.rollout.worker import RolloutWorker
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
 from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, TransportError
 from slipstream.weight_sync.publish.publisher import PublishReport
@@ -115,22 +114,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     folder, config = tmp_path_factory.mktemp("model"), config_of()
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
-    trainer = TrainerRank(
-        TrainerOptions(
-            model=config.model,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            sampling_temperature=1.0,
-            weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S),
-            seed=3,
-            num_steps=4,
-            world_size=1,
-            rendezvous="",
-            device="cpu",
-            hf_config=config.model.hf_config,
-            sync_key=KEY,
-        )
-    )
+    trainer = rank_of(config, KEY, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S))
     trainer.load()
     trainer.states.save_merged(folder / "base")  # B is still zero: the merged model is the base
     made = Setup(folder, trainer, [], [])
