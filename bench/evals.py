@@ -46,7 +46,7 @@ def under_evaluation(rows: list[dict[str, Any]]) -> set[int]:
 
 
 def figures(rows: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """Of one run."""
+    """The figures of one run."""
     steps = [row for row in rows if row["step"] > WARM_UP_STEPS]
     during = under_evaluation(rows)
     seconds = {row["step"]: row["step/total_s"] - (row["eval/wait_s"] or 0.0) for row in steps}

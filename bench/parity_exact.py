@@ -112,7 +112,7 @@ class Float32Forward:
 
     @torch.no_grad()
     def logprobs(self, names: Sequence[str], read: Callable[[str], Tensor], responses: Sequence[Any]) -> list[float]:
-        """Of the sampled tokens of all responses (tokens, num_prompt_tokens), with those weights."""
+        """Log-probabilities of the sampled tokens of all responses (tokens, num_prompt_tokens), with those weights."""
         self.read, self.done = read, 0
         self.names = [[] for _ in self.model.model.layers]
         rest = dict(self.model.named_parameters())

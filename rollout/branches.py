@@ -30,9 +30,9 @@ class Branch:
     logprobs: list[float]
     """The engine's log-probability of each token that counts, 0 of others."""
     policy_versions: list[int]
-    """Of the tokens that count, in order."""
+    """The version of each token that counts, in order."""
     places: Sequence[int]
-    """Of the tokens that count, in order: their places in the rollout's lists."""
+    """Where each token that counts is in the rollout's lists, in order."""
     routes: Routes | None = None
 
     @property

@@ -31,7 +31,7 @@ class Adapted(nn.Module):
     lora: LoraConfig | None
     """None: this layer is not adapted."""
     rounding_keys: Mapping[str, int] = MappingProxyType({})
-    """Of each adapted parameter by its name here: the key of the thresholds by which its merged values are rounded
+    """Each adapted parameter by its name here -> the key of the thresholds by which its merged values are rounded
     (weight_sync.merging.rounding). Without one they are rounded to nearest."""
 
 

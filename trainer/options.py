@@ -41,5 +41,5 @@ class TrainerOptions:
 
     @property
     def temperature(self) -> float:
-        """Of the softmax whose log-probabilities are trained on. Fine-tuning has none, and uses 1."""
+        """The temperature of the softmax whose log-probabilities are trained on. Fine-tuning has none, and uses 1."""
         return self.sampling_temperature if self.algorithm.objective is Objective.policy else 1.0

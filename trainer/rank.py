@@ -274,7 +274,7 @@ class TrainerRank:
             return [policy.scores(samples, policy_version, extents) for samples, extents in each]
 
     def _extents(self, microbatches: list[list[Sample]]) -> list[tuple[Extent, ...]]:
-        """Of each microbatch: how large it is on every rank."""
+        """For each microbatch: how large it is on every rank."""
         mine = [astuple(extent_of(samples)) for samples in microbatches]
         ranks = self._control.of_ranks([int(number) for one in mine for number in one])
         starts = range(0, 4 * len(microbatches), 4)

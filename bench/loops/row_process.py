@@ -29,7 +29,7 @@ class Job:
     device: str
     """cuda, or cpu for a small model in float32."""
     responses: int
-    """Of a step."""
+    """Responses of a step."""
     group: int
     prompt_tokens: int
     length: int
@@ -38,7 +38,7 @@ class Job:
     """fixed or long-tailed."""
     max_model_len: int
     steps: int
-    """Of a bare engine: waves of requests."""
+    """Steps; of a bare engine: waves of requests."""
     warm_up: int
     microbatch_tokens: int
     rank: int
@@ -48,7 +48,7 @@ class Job:
     server_gpu: str = "1"
     """The GPU of a peer's vLLM server, where that is a process of its own."""
     concurrency: Sequence[int] = ()
-    """Of a bare engine: requests at once, one figure each."""
+    """Requests at once of a bare engine, one figure each."""
     sleeps: bool = False
     """The engine gives its memory back while the trainer works."""
     has_server: bool = False
@@ -59,7 +59,7 @@ class Job:
     """How many batches ahead."""
     num_gpus: int = 1
     gpu_memory_utilization: float = 0.85
-    """Of a bare engine, as rollout.gpu_memory_utilization of a run."""
+    """What rollout.gpu_memory_utilization is of a run, of a bare engine."""
     peer_seconds: float = float("inf")
     """After so many a peer is ended, and told by the steps that it has made; TRL at the end of a step."""
 

@@ -173,7 +173,7 @@ class _Rank:
             self.sources["nearest"] = TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)
         self.version = 0
         self.scale: float | None = None
-        """Of the noise by which B moves before a publish; None: adapters are drawn anew."""
+        """The size of the noise by which B moves before a publish; None: adapters are drawn anew."""
         self.sender: Any = None
         self.publisher: Any = None
         self._row = contextlib.ExitStack()

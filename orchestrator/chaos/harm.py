@@ -62,7 +62,7 @@ class Event:
     """When the blow fell, in seconds since 1970."""
     seed: int
     number: int
-    """Of the events drawn from this seed."""
+    """Its number among the events drawn from this seed."""
     victim: str
     pids: list[int]
     what: str

@@ -75,7 +75,7 @@ class ObjectStore:
             return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, ascending."""
+        """Steps of the complete checkpoints, ascending."""
         with self._speaking("cannot be listed") as (fs, root):
             found = fs.glob(f"{root}/step-*/{MANIFEST}")
             return sorted(step for path in found if (step := _step(PurePosixPath(path).parent.name)) is not None)

@@ -95,7 +95,7 @@ async def start_trainer_ranks(
 
 
 async def _found(cluster: RayCluster, left: LivingRanks) -> Ranks:
-    """Of those that have died there is no actor, and the cluster knows them as dead."""
+    """Living ranks. A rank that has died has no actor, and the cluster knows it as dead."""
     actors = [await cluster.find_actor(TrainerActor, name) for name in left.names]
     return Ranks([actor for actor in actors if actor is not None], left.names, left.facts)
 

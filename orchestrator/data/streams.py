@@ -88,7 +88,7 @@ def check_cursor(state: JsonMapping, mine: JsonMapping, options: Mapping[str, st
 
 
 def digest(items: Sequence[Tokenized]) -> str:
-    """Of the token ids of all items, in their order."""
+    """A digest of the token ids of all items, in their order."""
     found = hashlib.sha256()
     for item in items:
         found.update(np.asarray(item.token_ids, dtype=np.int64).tobytes())

@@ -161,7 +161,7 @@ def evaluate_groups(
 
 
 def _figures_of(groups: Sequence[Group], prefix: str, ks: Sequence[int], right_from: float) -> Figures:
-    """Of one set. Responses without a reward count nowhere; a prompt with fewer than k others is not in pass@k."""
+    """One set's. Responses without a reward count nowhere; a prompt with fewer than k others is not in pass@k."""
     judged = [_judged(group) for group in groups]
     judged = [samples for samples in judged if samples]
     means = [sum(reward for reward, _ in samples) / len(samples) for samples in judged]

@@ -63,13 +63,11 @@ _MARGINS = {"left": 0.035, "right": 0.99, "bottom": 0.07, "top": 0.95, "wspace":
 
 def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> None:
     """Write one PNG with two rows of panels. A metric with no number in any row gets no line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = {name for _, names, _ in panels for name in names}
     rows = read_rows(metrics, {"step", "eval/step", *shown})
     figure: Any = Figure(figsize=(14 * len(panels) / 6, 7))
-    FigureCanvasAgg(figure)
     figure.subplots_adjust(**_MARGINS)
     for panel, (title, names, scale) in zip(figure.subplots(2, len(panels) // 2).flat, panels, strict=True):
         for name in names:

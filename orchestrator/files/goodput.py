@@ -89,7 +89,7 @@ def goodput_of(rows: Sequence[Row], starts_s: Sequence[float] = ()) -> Goodput |
 
 
 def _shares(causes: Mapping[str, float], lost: float, gpu_s: float) -> dict[str, float]:
-    """Of what was lost, by cause."""
+    """Shares of what was lost, by cause."""
     shares = {cause: seconds / gpu_s for cause, seconds in causes.items()}
     explained = sum(shares.values())
     if explained > lost:

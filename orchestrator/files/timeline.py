@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TRAINER = "trainer"
 REWARDS = "rewards"
 MOST_SPANS = 512
-"""Of one step; beyond them the shortest are left out."""
+"""Spans of one step; beyond them the shortest are left out."""
 _MOST_KEPT = 16384
 
 

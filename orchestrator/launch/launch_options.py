@@ -14,7 +14,7 @@ from slipstream.conf.errors import ConfigError
 
 DEFAULT_IMAGE = "slipstream:gpu"
 DEFAULT_GPU = "H100"
-"""Of SkyPilot."""
+"""What SkyPilot is asked for."""
 MOUNT = PurePosixPath("/shared")
 
 
@@ -32,7 +32,7 @@ class LaunchOptions:
 
     target: Target
     name: str | None = None
-    """Of the job; None: run.name."""
+    """The job's name; None: run.name."""
     gpus_per_node: int = 8
     gpu_type: str | None = None
     cpus_per_gpu: int = 8

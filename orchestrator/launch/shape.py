@@ -16,7 +16,7 @@ class Shape:
 
     nodes: int
     gpus: int
-    """Of each machine; 0: a run on CPUs."""
+    """GPUs of each machine; 0: a run on CPUs."""
     processes: int
     """Trainer ranks and rollout workers together."""
 

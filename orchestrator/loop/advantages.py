@@ -36,7 +36,7 @@ _STD_EPS = 1e-6
 _VARIANCE_EPS = 1e-8
 
 Rewards = Sequence[float | None]
-"""Of a group's rollouts; None where the reward failed."""
+"""Rewards of a group's rollouts; None where the reward failed."""
 
 
 def group_advantages(rewards: Rewards, kind: str) -> list[float | None]:

@@ -87,7 +87,7 @@ class StepLoop(ABC):
         """Adds checksums to the newest checkpoint and flushes it, while steps go on."""
         self._num_refused_in_a_row = 0
         self._num_restarts_told = 0
-        """Of trainer ranks, in rows that are written."""
+        """Restarts of trainer ranks, in rows that are written."""
         self._alarm = ParityAlarm(
             config.parity,
             is_corrected=config.algorithm.is_corrected,

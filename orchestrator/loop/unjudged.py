@@ -15,7 +15,7 @@ MAX_UNJUDGED_GROUPS = 8
 """Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward or the agent
 is broken. The same of a teacher."""
 MAX_REPORT_LINES = 12
-"""Of the first episode's failure; its end is kept."""
+"""Lines of the first episode's failure; its end is kept."""
 
 
 def most_in_a_row(config: RunConfig) -> int:
@@ -35,9 +35,9 @@ class Unjudged:
         self._episodes = episodes
         self._has_judged = False
         self._num_groups = 0
-        """In a row, without one reward."""
+        """Groups in a row without one reward."""
         self._failures: Counter[str] = Counter()
-        """Of their responses: how episodes failed; "" where the reward did."""
+        """How episodes of their responses failed; "" where the reward did."""
 
     def note(self, group: Group) -> None:
         """Take the next group that was sampled."""

@@ -24,10 +24,10 @@ class Updated:
     """What a step's updates measured."""
 
     loss: list[LossStats]
-    """Of all ranks and updates; sums add up over both."""
+    """One for each rank and update; sums add up over both."""
     optim: OptimStats
     num_microbatches: int
-    """Of one rank, all updates together."""
+    """Microbatches of one rank, all updates together."""
     num_applied: int
     """Updates that the trainer did not refuse."""
 

@@ -301,7 +301,6 @@ def _mode_rows(modes: ModeChoice) -> list[_Row]:
 
 def _draw(report: PlanReport, picture: Path) -> None:
     """One row a rank: how long its ports, its memory and its hashes are busy, senders above receivers."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -322,7 +321,6 @@ def _draw(report: PlanReport, picture: Path) -> None:
         for one in prediction.receivers[:MAX_ROWS]
     ]
     figure: Any = Figure(figsize=(14, 2.0 + 0.32 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
     for row, (_, bars) in enumerate(rows):
         for lane, (stage, bar) in enumerate(bars.items()):

@@ -111,11 +111,9 @@ def _tables(report: ParityReport) -> Iterator[tuple[str, tuple[str, ...], list[t
 def _draw(report: ParityReport, picture: Path) -> None:
     """Left: the difference of every operation by layer, alone, and of the residual stream. Right: k3 with one block
     taken from the engine."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(14, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     alone, swapped = figure.subplots(1, 2)
     kinds: dict[str, dict[int, float]] = {}
     for found in report.differences:

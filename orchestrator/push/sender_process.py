@@ -64,7 +64,7 @@ class RankOptions:
     transport: str
     watermark_bytes: int
     delta_bytes: int
-    """Of the engines' landing zones; 0 without a base."""
+    """Size of an engine's landing zone; 0 without a base."""
     timeout_s: float
     key: bytes
     rendezvous: str

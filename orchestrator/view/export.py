@@ -21,7 +21,7 @@ from slipstream.orchestrator.view.sample_query import PAGE, SampleQuery
 from slipstream.orchestrator.view.server import page_file
 
 MOST_SAMPLE_BYTES = 16 << 20
-"""Of each run, as JSON."""
+"""Bytes of samples of each run, as JSON."""
 MOST_TIMELINES = 200
 """Steps of each run whose timelines are in the file: the last ones."""
 SAMPLE_ORDERS = ("worst k3", "highest reward", "lowest reward", "longest", "newest")

@@ -20,5 +20,5 @@ class ServiceOptions:
     blocked_s: float
     num_processes: int
     environment: dict[str, str]
-    """Of the agents' processes."""
+    """Variables of the agents' processes."""
     log_path: str | None

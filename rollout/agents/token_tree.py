@@ -83,9 +83,9 @@ class Planned:
     token_ids: list[int]
     """What the engine is given after the parent's tokens."""
     num_tokens: int
-    """Of the whole prompt."""
+    """Tokens of the whole prompt."""
     text: str
-    """Of token_ids."""
+    """What token_ids say."""
     rendered: str
     """The template's text of the whole request."""
     history: tuple[bytes, bytes]
@@ -104,7 +104,7 @@ class _Turn:
     stop_text: str
     """The end of `said` that ended the turn; "" if the response was cut off."""
     num_tokens: int
-    """Of prompt and response."""
+    """Tokens of prompt and response."""
 
 
 class TokenTree:

@@ -160,7 +160,7 @@ class AnyPublishes(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 20), engine=st.integers(0, NUM_ENGINES - 1), number=st.integers(0, 1 << 20))
     def change_a_bit(self, seed: int, engine: int, number: int) -> None:
-        """Of what an engine's last rank serves. A publish of all bytes mends it; one of less finds it by hash, unless
+        """What an engine's last rank serves. A publish of all bytes mends it; one of less finds it by hash, unless
         the element is written over or merged anew."""
         params = list(self.engines[engine].params[-1].values())
         held = params[number % len(params)].view(-1).view(torch.uint8)

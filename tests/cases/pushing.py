@@ -14,7 +14,7 @@ SMALL = ["--max-model-len", "256", "--kv-cache-memory-bytes", str(16 << 20)]
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """Of a process that imports vLLM, with folders on its path."""
+    """Variables of a process that imports vLLM, with folders on its path."""
     return {
         **os.environ,
         **engine_environment(Device.cpu),

@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def test_engines_and_ranks_are_forked_from_the_worker_and_all_end_with_it(tmp_path: Path) -> None:
-    """Of each process that imported vLLM anew there would be another command line."""
+    """A process that imported vLLM anew would have another command line."""
     config = DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     script = tmp_path / "worker.py"

@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment with the wheel, and with the packages that this one has: but none of its editable installs."""
+    """In an environment with the wheel and the packages that this one has, but none of its editable installs."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=240)
     (site,) = folder.glob("lib/python3*/site-packages")

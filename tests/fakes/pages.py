@@ -124,7 +124,7 @@ class Place:
 
     @staticmethod
     def adapter(folder: Path) -> None:
-        """Of one matrix, in PEFT's format."""
+        """An adapter of one matrix, in PEFT's format."""
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32.0}')
         heads = TINY["num_attention_heads"] * TINY["head_dim"]

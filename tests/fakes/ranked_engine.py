@@ -16,7 +16,7 @@ from slipstream.weight_sync.replica.own_merge import OwnMerge
 from slipstream.weight_sync.replica.receiver import Receiver
 
 REPACKED = "model.layers.0.self_attn.q_proj.weight"
-"""Of a MirrorEngine."""
+"""The parameter that a MirrorEngine repacks."""
 Read = Callable[[str, Region, torch.Tensor], None]
 
 

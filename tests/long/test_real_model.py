@@ -126,7 +126,7 @@ def of_peft(base: Path, adapter: Path | None = None) -> Any:
 
 @torch.no_grad()
 def logprobs(model: Any, prompt: list[int], response: list[int]) -> Tensor:
-    """Of each token of the response."""
+    """Log-probability of each token of the response."""
     logits_TV = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits_TV.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
@@ -144,7 +144,7 @@ def encoded(base: Path, messages: list[Row], answer: str) -> tuple[list[int], li
 
 
 def sampled(run: Path, base: Path) -> list[tuple[int, list[int], list[int], Tensor]]:
-    """Of each row of samples.jsonl: the version, prompt, response, and the reported log-probabilities."""
+    """From each row of samples.jsonl: the version, prompt, response, and the reported log-probabilities."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base)

@@ -40,7 +40,7 @@ Address = tuple[str, int]
 
 
 class Readiness(Enum):
-    """Of one rank to keep a state. The least ready rank counts for all."""
+    """When one rank could keep a state. The least ready rank counts for all."""
 
     now = 0
     later = 1

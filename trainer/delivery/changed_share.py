@@ -94,7 +94,7 @@ class ChangedShare:
         self._num_changed = torch.stack(changed).sum()
 
     def share(self) -> float | None:
-        """Of the last two versions looked at; None at the first, and where nothing is trained."""
+        """Between the last two versions looked at; None at the first, and where nothing is trained."""
         if self._num_changed is None:
             return None
         return float(self._num_changed) / self._num_elements * self._trained

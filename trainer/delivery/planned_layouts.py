@@ -152,7 +152,7 @@ class PlannedTrainer:
         return self._gathered_bytes() + (scratch if device is Device.cpu else 0) + scales
 
     def kept_bytes(self) -> int:
-        """Of the fullest rank, what TrainerWeightSource keeps of the last publish so that changes alone can be sent."""
+        """On the fullest rank, what TrainerWeightSource keeps of the last publish so that changes alone can be sent."""
         gathered = self._gathered_bytes()  # whole, in place of the rank's own part
         return self.memory().adapters + gathered - gathered // self._trainer.num_ranks
 

@@ -46,7 +46,7 @@ class UpdateProbe:
             self._sums = sums if self._sums is None else self._sums + sums
 
     def error(self) -> float | None:
-        """Of what was looked at last; None where nothing is adapted, or the adapter adds nothing yet."""
+        """What was found at the last look; None where nothing is adapted, or the adapter adds nothing yet."""
         if self._sums is None:
             return None
         inner, square = self._sums.tolist()

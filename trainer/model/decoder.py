@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         """None in full training."""
         self.layout = build.layout
         self.attention_backends = {*build.attention_backends}
-        """Of all layers."""
+        """Those of all layers."""
         self.model = Trunk(build)
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
         self.rotary = RotaryEmbedding(build.spec.rope, build.numerics.rotation)

@@ -50,7 +50,7 @@ class Place:
     rope: tuple[Tensor, Tensor]
     sequences: PackedSequences
     kept: KeptAttention | None = None
-    """Of a layer that is recomputed."""
+    """What a layer that is recomputed keeps."""
 
 
 @dataclass(frozen=True, slots=True)

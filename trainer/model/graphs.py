@@ -339,7 +339,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def _no_routes(decoder: Decoder, token_ids_T: Tensor) -> RecordedRoutes:
-    """Of a microbatch of this rank without any, where another rank's has some."""
+    """For a microbatch of this rank without any, where another rank's has some."""
     moe = decoder.spec.moe
     assert moe is not None
     experts_TLK = token_ids_T.new_zeros(len(token_ids_T), sum(moe.layers), moe.top_k, dtype=torch.int16)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 28
-"""Of page-locked memory. torch rounds such an allocation up to a power of two."""
+"""Bytes of page-locked memory allocated at a time. torch rounds such an allocation up to a power of two."""
 
 
 class HostPool:

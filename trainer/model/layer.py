@@ -44,7 +44,7 @@ STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "
 """The residual stream before attention, after it, and at the layer's end; and that before it was rounded."""
 NORMED, DELTA, AFTER = "input_layernorm", "self_attn.o_proj", "post_attention_layernorm"
 BEFORE_FED, AFTER_FED = "pre_feedforward_layernorm", "post_feedforward_layernorm"
-"""Of layers that norm their halves, in which AFTER norms what attention gives."""
+"""What layers have that norm their halves, in which AFTER norms what attention gives."""
 BEFORE_EXPERTS, AFTER_DENSE, AFTER_EXPERTS = NORMS_BESIDE_DENSE
 WEIGHTS, IDS, FLIPPED = "mlp.topk_weights", "mlp.topk_ids", "mlp.num_flipped"
 ROUTED, SHARED, FED = "mlp.experts", "mlp.shared_experts", "mlp"
@@ -101,7 +101,7 @@ class Pass:
 
     by: Forward
     ropes: Sequence[tuple[Tensor, Tensor]]
-    """Of Decoder.ropes."""
+    """Decoder.ropes, as cos and sin."""
     sequences: PackedSequences
     routes: RecordedRoutes | None = None
     host: HostPass | None = None

@@ -30,7 +30,7 @@ class PackedSequences:
     """int32 [B + 1] on the compute device."""
     num_sequences: int
     max_length: int
-    """Of the longest; at least, where lengths are on the device alone."""
+    """Tokens of the longest; at least, where lengths are on the device alone."""
     starts: tuple[int, ...]
     """cu_seqlens on the host; empty: lengths are on the device alone."""
     padded_row_T: Tensor

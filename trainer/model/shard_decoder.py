@@ -21,7 +21,7 @@ from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import ParallelLayout, device_bytes
 
 WHOLE_SHARE = 1 / 8
-"""Of a device's memory that whole dense parameters may take beside this rank's rows of them."""
+"""The part of a device's memory that whole dense parameters may take beside this rank's rows of them."""
 
 
 def shard_decoder(decoder: Decoder, layout: ParallelLayout, *, is_whole: bool = False) -> None:

@@ -30,7 +30,7 @@ Place = tuple[nn.Module, str]
 """A module and its parameter's name there."""
 
 BUCKET_BYTES = 256 << 20
-"""Of gradients that are summed over ranks in one exchange, whole; more if one parameter's are."""
+"""Bytes of gradients that are summed over ranks in one exchange, whole; more if one parameter's are."""
 
 
 @dataclass(frozen=True, slots=True)

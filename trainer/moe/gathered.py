@@ -35,7 +35,7 @@ from slipstream.trainer.kernels.experts.counting_sort import ExpertOrder, sort_b
 from slipstream.trainer.kernels.experts.groups import RowGroups
 
 BOUND_BYTES = 512 << 20
-"""Of a row for each choice of each token: with more, rows have memory for as many as there are."""
+"""Bytes of rows, one for each choice of each token: with more, rows have memory for as many as there are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Learner:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's trainable parameters."""
+        """Bytes of this rank's trainable parameters."""
         return sum(shard.values.nbytes for shard in self.shards)
 
     def check_version(self, version: int) -> None:
@@ -58,7 +58,7 @@ class Learner:
             )
 
     def add_loss(self, loss: float) -> None:
-        """Of gradients that were added; only its finiteness is used."""
+        """The loss whose gradients were added; only its finiteness is used."""
         self._local_loss += loss
 
     def update(self, *, ends_version: bool) -> OptimStats:

@@ -169,7 +169,7 @@ class Microbatch:
     ref_logprobs: np.ndarray | None = None
     """[N] float32; None: some sample has none."""
     extents: tuple[Extent, ...] = ()
-    """Of every rank's microbatch; empty: ranks did not tell each other."""
+    """The size of every rank's microbatch; empty: ranks did not tell each other."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -178,7 +178,7 @@ class Microbatch:
 
 
 def extent_of(samples: Sequence[Sample]) -> Extent:
-    """Of the microbatch that collate() makes."""
+    """The size of the microbatch that collate() makes."""
     lengths = [sample.num_tokens for sample in samples] or [1]
     has_routes = any(sample.routed_experts is not None for sample in samples)
     return Extent(sum(lengths), len(lengths), max(lengths), has_routes)

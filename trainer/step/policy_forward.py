@@ -52,7 +52,7 @@ class PolicyForward:
     loss_of: Loss
     algorithm: AlgorithmConfig
     temperature: float
-    """Of the rollouts' softmax."""
+    """The temperature of the rollouts' softmax."""
     chunk_tokens: int
     """trainer.logprob_chunk_tokens."""
     mask_log_ratio: float

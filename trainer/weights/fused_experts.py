@@ -92,7 +92,7 @@ class FusedTensor:
 
     @property
     def num_columns(self) -> int:
-        """Of the parameter's rows."""
+        """Elements of a row of the parameter."""
         return self.region.shape[1 if self.is_turned else -1]
 
     @property

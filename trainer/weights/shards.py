@@ -52,7 +52,7 @@ class HeldTensor:
 
     @property
     def num_columns(self) -> int:
-        """Of the parameter's rows."""
+        """Elements of a row of the parameter."""
         return self.region.shape[1]
 
     @property

@@ -71,13 +71,13 @@ class StoredAdapter:
     factors: dict[str, StoredTensor]
 
     def kind_of(self, factor: str) -> Kind:
-        """Of the module that a factor belongs to."""
+        """The kind of the module that a factor belongs to."""
         if re.search(r"\.(self|linear)_attn\.", factor):
             return Kind.attention
         return Kind.experts if ".experts" in factor else Kind.mlp
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """Of one module ("model.layers.0.mlp.down_proj"), as PEFT finds them: the first pattern that matches an end of
+        """A module's ("model.layers.0.mlp.down_proj"), as PEFT finds them: the first pattern that matches an end of
         the name counts. Experts are matched by the name of their parameter."""
         inner = module.removesuffix(".base_layer")
         if inner.endswith(".experts"):

@@ -43,7 +43,7 @@ class KeptSource:
         self._scratch_bytes = kept_scratch_bytes(self._device.type, watermark_bytes)
         self._scratch: Tensor | None = None
         self._loads: WeakValueDictionary[tuple[PackedRead, ...], _Kept] = WeakValueDictionary()
-        """Of a plan; dropped with it."""
+        """What a plan loads; dropped with it."""
         self._publish = 0
         """Counts those that came to their end."""
 

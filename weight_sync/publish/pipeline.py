@@ -96,7 +96,7 @@ class Pipeline:
         self._compiled: list[tuple[tuple[Packet, ...], CompiledReads]] = []
         """Per load, its packets and the function that fills a slot; kept while staging is freed."""
         self.places = Places({})
-        """Of the sums in results."""
+        """Where the sums in results are."""
         self._slot_bytes = 0
         self._slots: Slots | None = None
         self._quarantined: dict[int, list[str]] = {}

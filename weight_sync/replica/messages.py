@@ -87,7 +87,7 @@ class PublishId:
     version: int
     epoch: int
     digest: str
-    """Of the plan."""
+    """The plan's."""
 
 
 @dataclass(frozen=True, slots=True)

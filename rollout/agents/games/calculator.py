@@ -27,7 +27,7 @@ TOOLS = [
 ]
 MAX_TURNS = 4
 MAX_CHARACTERS = 200
-"""Of an expression: it bounds the size of its numbers, too."""
+"""The length of an expression, which bounds the size of its numbers, too."""
 _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

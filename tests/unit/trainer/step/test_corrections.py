@@ -161,7 +161,7 @@ def test_a_ratio_that_is_its_bound_is_within() -> None:
 
 
 def test_a_product_that_overflows_is_bounded() -> None:
-    """100 tokens of ratio e: the product is e^100, which float32 cannot hold; the loss stays finite. Their mean is e."""
+    """100 tokens of ratio e: the product is e^100, which float32 cannot hold; the loss stays finite."""
     wild = Sequence([-1.0] * 100, [-2.0] * 100, 1.0)
     result, grad = loss_of([wild], AlgorithmConfig(correction=Correction.sequence_tis, correction_max=1e30))
     assert grad == pytest.approx([-math.exp(LOG_RATIO_BOUND) / 100] * 100)
