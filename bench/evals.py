@@ -29,11 +29,7 @@ from bench.runs import WARM_UP_STEPS, read_rows, train  # noqa: E402
 ONE_OF_EACH = ["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1"]
 NUM_PROMPTS, SAMPLES = 96, 8
 EVALUATED = ["run.eval_every_steps=16", f"run.eval_samples_per_prompt={SAMPLES}"]
-SCENARIOS = {
-    "none": ["data.eval_path=null"],
-    "awaited": EVALUATED,
-    "beside": [*EVALUATED, "run.eval_beside=true"],
-}
+SCENARIOS = {"none": ["data.eval_path=null"], "awaited": EVALUATED, "beside": [*EVALUATED, "run.eval_beside=true"]}
 
 
 def under_evaluation(rows: list[dict[str, Any]]) -> set[int]:

@@ -280,10 +280,7 @@ def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Pa
         predicted = predict(plan, placement, rates, staging)
         found[f"predicted_{rate / 1e9:g}"] = {
             key: value for key, value in asdict_shallow(predicted).items() if isinstance(value, float)
-        } | {
-            "total_without_messages_s": predicted.total_s - predicted.messages_s,
-            "peak_bytes": predicted.peak_bytes,
-        }
+        } | {"total_without_messages_s": predicted.total_s - predicted.messages_s, "peak_bytes": predicted.peak_bytes}
     return found
 
 
@@ -345,8 +342,7 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     timed("rank_0_asks_s", lambda: [begin.given(publish, book.known(replica)) for replica in replicas])
     timed("rank_0_reads_begun_s", lambda: read_begun(begun))
     commits = timed(
-        "rank_0_writes_commit_s",
-        lambda: [commit.given(publish, tuple(map(told, own))) for own in ranks.values()],
+        "rank_0_writes_commit_s", lambda: [commit.given(publish, tuple(map(told, own))) for own in ranks.values()]
     )
     timed("replica_reads_commit_s", lambda: read_commit(commits[0]))
     tasks = list(max(plan.tasks.values(), key=len))

@@ -44,12 +44,7 @@ class Width(NamedTuple):
 
 
 def check_tp_size_fits_model(
-    option: str,
-    tp_size: int,
-    hf_config: HfConfig,
-    *,
-    is_expert_parallel: bool = False,
-    can_split_experts: bool = True,
+    option: str, tp_size: int, hf_config: HfConfig, *, is_expert_parallel: bool = False, can_split_experts: bool = True
 ) -> None:
     """Check that the engine can build its ranks of this model.
 

@@ -163,13 +163,7 @@ def _start(arguments: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
 
 
 def _work(
-    connection: Connection,
-    owner_pid: int,
-    options: WorkerOptions,
-    seed: int,
-    host: str,
-    name: str,
-    report: Path | None,
+    connection: Connection, owner_pid: int, options: WorkerOptions, seed: int, host: str, name: str, report: Path | None
 ) -> None:
     """In the worker's process."""
     from setproctitle import setproctitle

@@ -50,12 +50,7 @@ def answer(pipe: Connection, timeout_s: float = TIMEOUT_S) -> Any:
 
 def vllm_nccl(hf_config: dict[str, Any], engine: Connection, rank0: Connection, tp_size: int, repeats: int) -> Any:
     """See the module's docstring."""
-    info = {
-        "master_address": "127.0.0.1",
-        "master_port": free_port(),
-        "rank_offset": 1,
-        "world_size": 1 + tp_size,
-    }
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 1 + tp_size}
     engine.send(("nccl_init", info))
     rank0.send(("nccl_init", info))
     answer(rank0)

@@ -217,11 +217,7 @@ class _Rank:
         freeze_heap()
         self._loads = self.publisher._pipeline._slots.loads
         self.scale = None if row.share is None else self._scale_for(row.share)
-        return {
-            "connect_s": time.perf_counter() - began,
-            "num_tasks": summary.num_tasks,
-            "num_loads": len(self._loads),
-        }
+        return {"connect_s": time.perf_counter() - began, "num_tasks": summary.num_tasks, "num_loads": len(self._loads)}
 
     def publish(self, verify_hashes: bool, trace: Path | None) -> dict[str, Any]:
         """Change the policy, then publish once, with or without hashes; all else stays the same."""

@@ -47,13 +47,7 @@ def common_fields(
 
 
 def grouped_queries(
-    config: JsonObject,
-    head_dim: int,
-    *,
-    qkv_bias: bool,
-    output_bias: bool,
-    qk_norm: bool,
-    needs_kv_heads: bool = True,
+    config: JsonObject, head_dim: int, *, qkv_bias: bool, output_bias: bool, qk_norm: bool, needs_kv_heads: bool = True
 ) -> GqaSpec:
     """Attention with fewer keys than queries; `needs_kv_heads` unless transformers' default is that there are as many
     (elsewhere it is a number, which fits one model)."""
@@ -90,11 +84,7 @@ def expert_sizes(
     chosen = size(config, top_k)
     if chosen > num_experts:
         raise ConfigError(f"model.hf_config.{top_k} must be <= num_experts, got {chosen} and {num_experts}")
-    return {
-        "num_experts": num_experts,
-        "top_k": chosen,
-        "intermediate_size": size(config, width),
-    }
+    return {"num_experts": num_experts, "top_k": chosen, "intermediate_size": size(config, width)}
 
 
 def rope_spec(

@@ -203,9 +203,7 @@ def _gpt_oss(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     return ModelSpec(
         **common_fields(config, "GptOssForCausalLM", rms_norm_eps=1e-5),
         attention=replace(
-            attention,
-            sinks=True,
-            windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+            attention, sinks=True, windows=tuple(window if kind == "sliding_attention" else None for kind in kinds)
         ),
         rope=replace(rope, is_wide=True),
         moe=moe,
@@ -257,11 +255,7 @@ FAMILIES: dict[str, Family] = {
         engine_imports=("torchvision",),
     ),
     "qwen3_5_text": Family(
-        llama_like.qwen3_5,
-        wrapper="qwen3_5",
-        head_dim=256,
-        has_linear_attention=True,
-        engine_imports=("torchvision",),
+        llama_like.qwen3_5, wrapper="qwen3_5", head_dim=256, has_linear_attention=True, engine_imports=("torchvision",)
     ),
     "qwen3_next": Family(llama_like.qwen3_next, head_dim=256, has_linear_attention=True),
 }
@@ -273,8 +267,5 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_WHOLE = (*_TOKENS, "tie_word_embeddings", "quantization_config")
 """Fields of a whole checkpoint that count for its language model; tokens, where that has none of its own."""
 _NORMS_AFTER = "the decoder's norms are before attention and feed-forward, this family's after them"
-_LEFT_OUT = {
-    "olmo2": _NORMS_AFTER,
-    "olmo3": _NORMS_AFTER,
-}
+_LEFT_OUT = {"olmo2": _NORMS_AFTER, "olmo3": _NORMS_AFTER}
 """model_type -> why there is no entry for a family that people ask for."""

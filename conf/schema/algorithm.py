@@ -266,12 +266,7 @@ class AlgorithmConfig:
             "set algorithm.normalization=token or sequence",
         )
         require(0 < self.clip_low <= 1, f"algorithm.clip_low must lie in (0, 1], got {self.clip_low}")
-        above(
-            0,
-            "algorithm",
-            dpo_beta=self.dpo_beta,
-            clip_high=self.clip_high,
-        )
+        above(0, "algorithm", dpo_beta=self.dpo_beta, clip_high=self.clip_high)
         require(
             self.loss in SHIPPED_LOSSES or _is_a_function(self.loss),
             f"algorithm.loss must be one of {', '.join(SHIPPED_LOSSES)}, FILE.py:function or package.module:function, "

@@ -82,8 +82,7 @@ class RunSection:
     Their keys, W&B's mode (WANDB_MODE) and MLflow's address (MLFLOW_TRACKING_URI) are the environment's.
     """
     project: str = field(
-        default="slipstream",
-        metadata=read_if(If("run.loggers=wandb|mlflow", cure="name wandb or mlflow there")),
+        default="slipstream", metadata=read_if(If("run.loggers=wandb|mlflow", cure="name wandb or mlflow there"))
     )
     """Project of W&B (PROJECT, or TEAM/PROJECT of a team or another user) and experiment of MLflow in which runs
     appear.

@@ -231,10 +231,7 @@ class TrainerConfig:
     gate_up_kept: float = field(
         default=0.0,
         metadata=read_if(
-            NOT_BITWISE,
-            If("trainer.activations!=keep", ", with which every layer keeps it"),
-            NOT_MERGED,
-            HAS_EXPERTS,
+            NOT_BITWISE, If("trainer.activations!=keep", ", with which every layer keeps it"), NOT_MERGED, HAS_EXPERTS
         ),
     )
     """Share of the expert layers that keep the product of gate and up for their backward pass although

@@ -54,13 +54,7 @@ def no_arguments(_: int) -> tuple[()]:
     return ()
 
 
-async def call_all(
-    cluster: RayCluster,
-    ranks: Ranks,
-    what: str,
-    arguments: Arguments,
-    timeout_s: float,
-) -> list[Any]:
+async def call_all(cluster: RayCluster, ranks: Ranks, what: str, arguments: Arguments, timeout_s: float) -> list[Any]:
     """TrainerActor.call() of every rank. A failure is raised without waiting for its peers, which may hang in a
     collective. But of a rank that died Ray tells later than its peers, whose collective fails at once: the one that
     died is raised.
@@ -187,9 +181,7 @@ class RayTrainerGroup:
         """Apply the gradients; every rank returns the same."""
         rebirth = self._rebirth
         results = await self._changing(
-            "optimizer_step",
-            lambda _: (ends_version, rebirth.next_number if ends_version else None),
-            _STEP_TIMEOUT_S,
+            "optimizer_step", lambda _: (ends_version, rebirth.next_number if ends_version else None), _STEP_TIMEOUT_S
         )
         return results[0][0]
 

@@ -141,10 +141,7 @@ def _start_ray(options: HostOptions, controller: _Controller) -> None:
         # It reads all logs for drivers that show them, of which there is none, and holds each process's open for ever.
         node: Any = ray_worker.global_worker.node
         node.kill_log_monitor(check_alive=False)
-        controller.greeting = {
-            "address": ray.get_runtime_context().gcs_address,
-            "dashboard": str(joined.dashboard_url),
-        }
+        controller.greeting = {"address": ray.get_runtime_context().gcs_address, "dashboard": str(joined.dashboard_url)}
         controller.say(**controller.greeting)
 
 

@@ -14,15 +14,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.plural import counted
-from slipstream.conf.schema import (
-    Device,
-    DType,
-    Objective,
-    RemoteMerge,
-    RolloutConfig,
-    RunConfig,
-    TransportKind,
-)
+from slipstream.conf.schema import Device, DType, Objective, RemoteMerge, RolloutConfig, RunConfig, TransportKind
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.inputs.object_store import object_store_bytes

@@ -60,11 +60,7 @@ from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, d
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from slipstream.orchestrator.inputs.object_store import object_store_bytes, route_bytes
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
-from slipstream.orchestrator.inputs.text_encoder import (
-    TextEncoder,
-    check_holds_tokenizer,
-    tokenizer_folder,
-)
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
 from slipstream.rollout.engine.engine_options import known_arguments
 from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter

@@ -195,10 +195,7 @@ class Controller(StepLoop):
         if not is_due or self._config.rollout.sampling.temperature != 1:  # prefill's log-probabilities are without it
             return {}
         return await measure_floor(
-            self.services.router,
-            batch.groups,
-            self.policy_version,
-            max_model_len=self._config.rollout.max_model_len,
+            self.services.router, batch.groups, self.policy_version, max_model_len=self._config.rollout.max_model_len
         )
 
     async def publish(self) -> PublishReport:

@@ -75,10 +75,7 @@ def advantage_function(config: AlgorithmConfig) -> AdvantageFunction:
 
 
 def filled(
-    drafts: Sequence[Draft],
-    groups: Sequence[Group],
-    config: AlgorithmConfig,
-    advantages_of: AdvantageFunction,
+    drafts: Sequence[Draft], groups: Sequence[Group], config: AlgorithmConfig, advantages_of: AdvantageFunction
 ) -> list[list[Sample]]:
     """The samples of each group, with advantages: all branches of an episode have the episode's."""
     num_tokens = _num_tokens(groups)

@@ -89,9 +89,7 @@ class StepLoop(ABC):
         self._num_restarts_told = 0
         """Restarts of trainer ranks, in rows that are written."""
         self._alarm = ParityAlarm(
-            config.parity,
-            is_corrected=config.algorithm.is_corrected,
-            loses_updates=config.loses_updates,
+            config.parity, is_corrected=config.algorithm.is_corrected, loses_updates=config.loses_updates
         )
         self._learning = LearningAlarm(config.algorithm)
         self._alarm_raised = ""

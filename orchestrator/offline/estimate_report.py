@@ -44,9 +44,7 @@ def as_plain(report: PlanReport) -> JsonObject:
             "nodes": report.placement.num_nodes,
         },
         "rates": asdict(report.hardware.rates),
-        "faults": {
-            "slow_ranks": {str(rank): factor for rank, factor in report.hardware.slow_ranks.items()},
-        },
+        "faults": {"slow_ranks": {str(rank): factor for rank, factor in report.hardware.slow_ranks.items()}},
         "plan": {
             "digest": summary.digest,
             "tasks": summary.num_tasks,
@@ -140,10 +138,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     )
     yield "Run", _run_rows(report)
     yield f"Publish (plan {report.summary.digest[:12]})", _bytes_rows(report.summary)
-    yield (
-        "Memory of a trainer GPU, estimated (without activations and gathered layers)",
-        _trainer_rows(report),
-    )
+    yield ("Memory of a trainer GPU, estimated (without activations and gathered layers)", _trainer_rows(report))
     yield (
         "Memory of a rollout GPU, estimated (without KV cache, activations and CUDA graphs)",
         _engine_rows(report.rollout),
@@ -152,10 +147,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     if report.relay is not None:
         yield "The same with weight_sync.relay=node", _relay_rows(report.relay, report)
     if report.delta is not None:
-        yield (
-            "The same with what changed alone (weight_sync.delta_bytes)",
-            _delta_rows(report.delta, report.summary),
-        )
+        yield ("The same with what changed alone (weight_sync.delta_bytes)", _delta_rows(report.delta, report.summary))
     if report.remote_merge is not None:
         yield (
             "The same with engines that merge for themselves (weight_sync.remote_merge)",

@@ -139,12 +139,7 @@ class AdapterReplica:
             return await self._engine.score(token_ids, adapter)
 
     async def _continue(
-        self,
-        token_ids: Sequence[int],
-        sampling: SamplingConfig,
-        seed: int | None,
-        version: int | None,
-        so_far: Rollout,
+        self, token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, version: int | None, so_far: Rollout
     ) -> Rollout:
         """Finish one response whose version was evicted: prefill what it has under the newest version, and go on."""
 

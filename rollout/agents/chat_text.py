@@ -43,12 +43,7 @@ class FolderChatText:
         tool_parser: Name of one of vLLM's tool parsers; None: tools are refused.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        stop_token_ids: Sequence[int],
-        tool_parser: str | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, stop_token_ids: Sequence[int], tool_parser: str | None = None) -> None:
         self._template = ChatTemplate(folder)
         self._tokenizer = load_tokenizer(folder)
         self.stop_texts: Mapping[int, str] = {token: self.decode([token]) for token in stop_token_ids}
@@ -64,10 +59,7 @@ class FolderChatText:
         self._template.load()
 
     def render(
-        self,
-        messages: Sequence[JsonMapping],
-        tools: Sequence[JsonMapping],
-        options: JsonMapping | None = None,
+        self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping], options: JsonMapping | None = None
     ) -> str:
         """The template's text, and what precedes an answer. `options`: further variables of the template."""
         return self._template.render(messages, is_open=True, tools=tools, options=options)

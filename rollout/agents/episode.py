@@ -146,12 +146,7 @@ class Episode:
         planned = self._tree.plan(messages, tools, {**self._template_options, **(options or {})})
         return await self._turn(planned, max_tokens, tools, is_chat=True)
 
-    def check(
-        self,
-        messages: Sequence[JsonMapping],
-        tools: Sequence[JsonMapping],
-        options: JsonMapping,
-    ) -> None:
+    def check(self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping], options: JsonMapping) -> None:
         """Refuse tools and template options that would have no effect. Raises: as FolderChatText.check()."""
         self._chat.check(Chat(messages, tools, {**self._template_options, **options}))
 

@@ -72,10 +72,7 @@ class Session:
         self._client = client
 
     async def chat(
-        self,
-        messages: Sequence[JsonMapping],
-        tools: Sequence[JsonMapping] | None = None,
-        **options: Any,
+        self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] | None = None, **options: Any
     ) -> ChatReply:
         """Send the whole conversation, get the next answer.
 

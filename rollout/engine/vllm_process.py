@@ -149,12 +149,7 @@ class VllmProcess:
     """
 
     def __init__(
-        self,
-        arguments: JsonObject,
-        device: Device,
-        *,
-        batch_invariant: bool,
-        make: Callable[[JsonObject], AsyncLLM],
+        self, arguments: JsonObject, device: Device, *, batch_invariant: bool, make: Callable[[JsonObject], AsyncLLM]
     ) -> None:
         self.arguments = arguments
         """What start() will hand to `make`."""

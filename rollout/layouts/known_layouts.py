@@ -31,13 +31,7 @@ class ExpectedLayouts:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[TensorMeta],
-        *,
-        tp_size: int,
-        enable_expert_parallel: bool,
-        dtype: DType,
-        device: Device,
+        self, tensors: Sequence[TensorMeta], *, tp_size: int, enable_expert_parallel: bool, dtype: DType, device: Device
     ) -> None:
         listed = [[meta.name, list(meta.shape), meta.dtype] for meta in tensors]
         self._file = known_file(listed, str(dtype), str(device), tp_size, enable_expert_parallel, engine_version())

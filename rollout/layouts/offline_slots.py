@@ -44,11 +44,7 @@ def offline_slots(
     """
     return tuple(
         offline_slot(
-            tensors,
-            rank,
-            tp_size=tp_size,
-            enable_expert_parallel=enable_expert_parallel,
-            num_kv_heads=num_kv_heads,
+            tensors, rank, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, num_kv_heads=num_kv_heads
         )
         for rank in range(tp_size)
     )

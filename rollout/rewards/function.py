@@ -57,12 +57,7 @@ def load_reward(config: RewardPart, section: str = "reward", folder: Path | None
         RewardError: The pattern does not compile or has no group; the function cannot be imported or called.
     """
     function = _shipped(config, section, folder) if ":" not in config.kind else import_function(config.kind, section)
-    return Reward(
-        function,
-        has_form(inspect.iscoroutinefunction, function),
-        _is_of_group(function),
-        file_of(function),
-    )
+    return Reward(function, has_form(inspect.iscoroutinefunction, function), _is_of_group(function), file_of(function))
 
 
 def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[..., Any]:

@@ -34,10 +34,7 @@ _EVERYWHERE = {
     "memfd_secret": 447,
 }  # fmt: skip
 _CLONE3 = 435
-_MACHINES = {
-    "x86_64": (0xC000003E, 56, 41, _X86_64),
-    "aarch64": (0xC00000B7, 220, 198, _AARCH64),
-}
+_MACHINES = {"x86_64": (0xC000003E, 56, 41, _X86_64), "aarch64": (0xC00000B7, 220, 198, _AARCH64)}
 """Machine -> its AUDIT_ARCH, its clone and socket, and what is refused there."""
 _NAMESPACES = 0x7E020080
 """CLONE_NEW* flags of clone, all of them."""

@@ -24,11 +24,7 @@ from typing import Any
 
 import torch
 import zmq
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from slipstream.conf.failures import outcome_of
 from slipstream.rollout.errors import EngineError, error_class

@@ -248,11 +248,7 @@ class ServedEngine:
                         raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
             if answer.is_success:
                 return json.loads(text) if text else None
-        except (
-            httpx.ProtocolError,
-            httpx.DecodingError,
-            ValueError,
-        ) as e:  # another kind of server, or cut
+        except (httpx.ProtocolError, httpx.DecodingError, ValueError) as e:  # another kind of server, or cut
             raise EngineError(f"{self.url}{path} gave no answer of a vLLM server: {type(e).__name__}: {e}") from e
         except httpx.TransportError as e:
             raise EngineError(f"{self.url}{path} cannot be reached: {e or type(e).__name__}") from e

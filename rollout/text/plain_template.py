@@ -50,10 +50,7 @@ class PlainTemplate:
         assert not tokenize
         variables = {"documents": None, **self._special_tokens, **options}
         return self._template.render(
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
+            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
 
 

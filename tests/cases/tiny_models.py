@@ -202,13 +202,7 @@ GLM_LITE = {
 }
 """DeepSeek's latent attention without scaled positions, values wider than keys, and GLM's routing."""
 
-DEEPSEEK_V32 = {
-    **DEEPSEEK,
-    "model_type": "deepseek_v32",
-    "index_topk": 5,
-    "index_n_heads": 12,
-    "index_head_dim": 14,
-}
+DEEPSEEK_V32 = {**DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 5, "index_n_heads": 12, "index_head_dim": 14}
 """Some sequences are longer than the keys that an indexer chooses, some are not."""
 
 GLM_DSA = {
@@ -332,12 +326,7 @@ PACKED = {
             "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
         }
     },
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
 }
 KIMI_INT4 = {**DEEPSEEK, "model_type": "kimi_k2", "moe_intermediate_size": 32, "quantization_config": PACKED}
 """Kimi-K2-Thinking: DeepSeek-V3 with routed experts of four bits."""

@@ -38,12 +38,7 @@ def publish(folder: Path, *, source: WeightSource | None = None, **parallel: Any
 
 @pytest.mark.parametrize(
     ("model", "tp_size", "expert_parallel"),
-    [
-        ("glm4_moe", 1, False),
-        ("deepseek_v3", 2, True),
-        ("glm4_moe_lite", 1, False),
-        ("qwen3_next", 2, False),
-    ],
+    [("glm4_moe", 1, False), ("deepseek_v3", 2, True), ("glm4_moe_lite", 1, False), ("qwen3_next", 2, False)],
 )
 def test_a_publish_leaves_what_vllms_loader_makes(
     model: str, tp_size: int, expert_parallel: bool, tmp_path: Path

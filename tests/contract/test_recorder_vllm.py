@@ -82,11 +82,7 @@ def compare(model_name: str, folder: Path) -> None:
     from slipstream.weight_sync.record.recorder import record_layout
 
     keep_linear_weights_in_place()
-    with engine_of(
-        model=str(folder),
-        load_format="dummy",
-        **SMALL,
-    ) as llm:
+    with engine_of(model=str(folder), load_format="dummy", **SMALL) as llm:
         client: Any = llm.llm_engine.engine_core  # in this process, so it holds the engine
         executor = client.engine_core.model_executor
         model = executor.driver_worker.worker.model_runner.model

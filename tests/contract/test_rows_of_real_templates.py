@@ -212,10 +212,7 @@ def test_answers_of_several_turns_that_are_no_one_sequence_are_no_pair(tmp_path:
 
 
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-SYSTEM, CALL = (
-    {"role": "system", "content": "Be brief."},
-    {"role": "assistant", "content": None, "tool_calls": CALLS},
-)
+SYSTEM, CALL = ({"role": "system", "content": "Be brief."}, {"role": "assistant", "content": None, "tool_calls": CALLS})
 RESULT = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "2"}
 
 

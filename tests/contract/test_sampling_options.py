@@ -106,15 +106,7 @@ async def test_temperature_alone_gives_the_trainers_log_probabilities(served: Se
             torch.testing.assert_close(got, served.trainers(rollout, temperature), atol=MAX_LOGPROB_ERROR, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "shaped",
-    [
-        {"top_k": 5},
-        {"top_p": 0.6},
-        {"top_k": 20, "top_p": 0.8},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shaped", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.8}], ids=str)
 async def test_what_evaluations_alone_may_ask_for_has_log_probabilities_of_another_distribution(
     served: Served, shaped: dict[str, float]
 ):

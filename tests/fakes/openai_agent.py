@@ -30,10 +30,7 @@ async def talk(task: dict[str, Any], session: Session) -> float:
     stream = await client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS, stream=True)
     async for event in stream:
         text += event.choices[0].delta.content or ""
-    messages += [
-        {"role": "assistant", "content": text},
-        {"role": "tool", "tool_call_id": "look-0", "content": "again"},
-    ]
+    messages += [{"role": "assistant", "content": text}, {"role": "tool", "tool_call_id": "look-0", "content": "again"}]
     await client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS)
     await client.chat.completions.create(model=session.model, messages=messages[:3])
     messages[1] = {"role": "assistant", "content": "edited"}

@@ -6,9 +6,7 @@ from bench import kimi_slice
 from bench.training.kimi_rank import Case
 
 
-def test_a_case_that_dies_leaves_its_finished_workloads_and_names_its_place(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_case_that_dies_leaves_its_finished_workloads_and_names_its_place(capfd: pytest.CaptureFixture[str]) -> None:
     workloads = {"balanced": ((8, 8), None), "broken": ((-1,), None)}
     case = Case(
         "tiny", 1, 4, "bfloat16", "int8", workloads, repeats=1, is_tiny=True, device="cpu", experts_a_gpu=8

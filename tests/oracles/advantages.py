@@ -64,11 +64,7 @@ def their_advantages(case: AdvantageCase) -> Tensor:
     index = np.repeat(np.arange(len(REWARDS)), len(REWARDS[0]))
     extra = {"norm_adv_by_std_in_grpo": case.kind == "group_std"} if case.estimator == "grpo" else {}
     found, _ = core_algos.get_adv_estimator_fn(case.estimator)(
-        token_level_rewards=rewards,
-        response_mask=mask,
-        index=index,
-        config=SimpleNamespace(gamma=1.0),
-        **extra,
+        token_level_rewards=rewards, response_mask=mask, index=index, config=SimpleNamespace(gamma=1.0), **extra
     )
     if case.kind == "group_std":
         n = len(REWARDS[0])

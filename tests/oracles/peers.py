@@ -124,10 +124,7 @@ def their_dpo(beta: float) -> tuple[Tensor, Tensor]:
     mask_SL = padded(torch.ones(sum(LENGTHS), dtype=torch.int64))[chosen_first]
     prompted_SL = torch.nn.functional.pad(mask_SL, (1, 0))  # one token of a prompt, which its shift takes away
     outputs = SimpleNamespace(
-        log_probs=logprobs_SL,
-        entropy=logprobs_SL,
-        mean_logits=logprobs_SL,
-        is_top1=mask_SL.bool(),
+        log_probs=logprobs_SL, entropy=logprobs_SL, mean_logits=logprobs_SL, is_top1=mask_SL.bool()
     )
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=False),

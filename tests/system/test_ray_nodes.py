@@ -5,14 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from system.conftest import (
-    ENDLESS,
-    RUN_TIMEOUT_S,
-    Nodes,
-    RunUnderWay,
-    assert_all_end,
-    assert_workers_came_back,
-)
+from system.conftest import ENDLESS, RUN_TIMEOUT_S, Nodes, RunUnderWay, assert_all_end, assert_workers_came_back
 
 
 @pytest.fixture

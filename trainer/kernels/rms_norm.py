@@ -122,13 +122,7 @@ def is_for_triton(x: Tensor) -> bool:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        delta: Tensor | None,
-        weight_K: Tensor,
-        eps: float,
-        once: bool,
-        wide: Tensor | None,
+        ctx: Any, x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float, once: bool, wide: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
         total, out = rms_norm_triton(x if wide is None else wide, delta, weight_K, eps, once)
         ctx.save_for_backward(x if total is None else total, weight_K)

@@ -38,12 +38,7 @@ class GatedDeltaNet(nn.Module):
     out_proj: Linear
 
     def __init__(
-        self,
-        spec: DeltaNetSpec,
-        eps: float,
-        linears: dict[str, Linear],
-        weight_dtype: torch.dtype,
-        numerics: Roundings,
+        self, spec: DeltaNetSpec, eps: float, linears: dict[str, Linear], weight_dtype: torch.dtype, numerics: Roundings
     ) -> None:
         super().__init__()
         self.spec, self.eps, self.once = spec, eps, numerics.norm is Rounding.once

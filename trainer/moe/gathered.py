@@ -134,12 +134,7 @@ def gathers(num_ranks: int, top_k: int, mode: CombineMode) -> bool:
 
 @torch.no_grad()
 def plan_gathered(
-    x_TH: Tensor,
-    experts_TK: Tensor,
-    weights_TK: Tensor,
-    group: dist.ProcessGroup,
-    shares: list[int],
-    most_tokens: int,
+    x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, group: dist.ProcessGroup, shares: list[int], most_tokens: int
 ) -> tuple[Gathered, Callable[[], tuple[Tensor, Tensor]]]:
     """Gather choices and weights, and sort those of own experts while tokens travel.
 

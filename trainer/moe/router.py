@@ -52,13 +52,7 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self,
-        moe: MoeSpec,
-        hidden_size: int,
-        *,
-        weight_dtype: torch.dtype,
-        numerics: Roundings,
-        norm_eps: float = 0.0,
+        self, moe: MoeSpec, hidden_size: int, *, weight_dtype: torch.dtype, numerics: Roundings, norm_eps: float = 0.0
     ) -> None:
         """Args: `norm_eps` is that of the unit length in which Gemma 4's router reads tokens."""
         super().__init__()

@@ -47,10 +47,7 @@ def adapter_tensors(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[Ten
             continue
         a, b = factor_names(meta.name)
         rows, columns = meta.shape
-        factors += [
-            TensorMeta(a, (slot_rank, columns), meta.dtype),
-            TensorMeta(b, (rows, slot_rank), meta.dtype),
-        ]
+        factors += [TensorMeta(a, (slot_rank, columns), meta.dtype), TensorMeta(b, (rows, slot_rank), meta.dtype)]
     return factors
 
 

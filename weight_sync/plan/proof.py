@@ -236,10 +236,7 @@ class _Proof:
             )
 
         fail(folded(np.minimum, shape) < 1, lambda i: f"a piece of {tensor(i)} is empty")
-        fail(
-            pieces.offset != packed,
-            lambda i: f"{tensor(i)} is packed at {pieces.offset[i]}, not at {packed[i]}",
-        )
+        fail(pieces.offset != packed, lambda i: f"{tensor(i)} is packed at {pieces.offset[i]}, not at {packed[i]}")
         fail(
             groups[pieces.tensor] != rows.group[row] if len(row) else first,
             lambda i: f"{tensor(i)} is sent in mesh group {group(i)}",

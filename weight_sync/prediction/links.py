@@ -107,10 +107,7 @@ class Placement:
 
 
 def place(
-    trainer_ranks: Sequence[int],
-    engine_ranks: Sequence[Destination],
-    ranks_per_node: int,
-    replicas_per_gpu: int = 1,
+    trainer_ranks: Sequence[int], engine_ranks: Sequence[Destination], ranks_per_node: int, replicas_per_gpu: int = 1
 ) -> Placement:
     """Place trainer ranks first, then engine ranks, on consecutive GPUs.
 

@@ -107,9 +107,7 @@ class Rank0:
         """Plan. Returns what all ranks need, and each rank's own part, because a plan for a cluster is large."""
         self._layouts = list(layouts)
         plan = build_plan(
-            [sent.layout for sent, _ in facts],
-            self._layouts,
-            max_task_bytes=min(limit for _, limit in facts),
+            [sent.layout for sent, _ in facts], self._layouts, max_task_bytes=min(limit for _, limit in facts)
         )
         distinct = {id(sizes): sizes for sizes in plan.expected.values()}  # ranks of several replicas share one
         first_of: dict[int, Destination] = {}

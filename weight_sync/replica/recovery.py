@@ -76,9 +76,7 @@ class Pulled:
 def slowest(ranks: Sequence[Pulled]) -> Pulled:
     """Join the pulls of all ranks, which run at the same time: all ranks' bytes, the slowest rank's seconds."""
     return Pulled(
-        sum(rank.num_bytes for rank in ranks),
-        max(rank.read_s for rank in ranks),
-        max(rank.verify_s for rank in ranks),
+        sum(rank.num_bytes for rank in ranks), max(rank.read_s for rank in ranks), max(rank.verify_s for rank in ranks)
     )
 
 

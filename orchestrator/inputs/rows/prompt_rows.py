@@ -26,12 +26,7 @@ from slipstream.orchestrator.data.prompts import Encoder, PromptReader, encode_u
 from slipstream.orchestrator.data.sources import Row, listed
 from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
-from slipstream.orchestrator.inputs.character_tokenizer import (
-    ALPHABET,
-    CHARACTERS,
-    SPECIAL_TOKENS,
-    known_characters,
-)
+from slipstream.orchestrator.inputs.character_tokenizer import ALPHABET, CHARACTERS, SPECIAL_TOKENS, known_characters
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
 from slipstream.orchestrator.inputs.rows.answers import THOUGHT_ENDS, THOUGHT_FIELDS
@@ -291,9 +286,7 @@ def _answers_end_elsewhere(config: RunConfig, encoder: TextEncoder) -> list[str]
 
 
 def lesson_reader(
-    config: RunConfig,
-    encoder: Encoder,
-    check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None,
+    config: RunConfig, encoder: Encoder, check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None
 ) -> Read[Lesson]:
     """Makes a lesson of a row and its number, for a run without engines. Arguments as those of ConversationReader."""
     if config.algorithm.objective is Objective.dpo:

@@ -5,13 +5,7 @@ import pytest
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device
 from slipstream.orchestrator import environment
-from slipstream.orchestrator.environment import (
-    Variable,
-    apply,
-    resolve_device,
-    variables,
-    variables_for_actors,
-)
+from slipstream.orchestrator.environment import Variable, apply, resolve_device, variables, variables_for_actors
 from slipstream.orchestrator.machine import Machine
 from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
 

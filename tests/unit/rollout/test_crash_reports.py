@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.crash_reports import (
-    command_reports_crashes,
-    death_in,
-    drop_empty_reports,
-    how_it_ended,
-)
+from slipstream.rollout.crash_reports import command_reports_crashes, death_in, drop_empty_reports, how_it_ended
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """

@@ -16,10 +16,7 @@ from slipstream.trainer.types import Sample
 
 DPO = AlgorithmConfig(objective=Objective.dpo)
 NUM_STEPS = 30
-LAYOUTS = {
-    "one": [[[0, 1, 2, 3]], [[]]],
-    "uneven": [[[0], [3, 1]], [[2], []]],
-}
+LAYOUTS = {"one": [[[0, 1, 2, 3]], [[]]], "uneven": [[[0], [3, 1]], [[2], []]]}
 
 
 def sequence(tokens: Sequence[int], num_prompt: int, version: int) -> Sample:

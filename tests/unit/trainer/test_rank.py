@@ -26,13 +26,7 @@ from cases.route_cases import own_routes
 from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 
-from slipstream.conf.schema import (
-    AlgorithmConfig,
-    Normalization,
-    SyncMode,
-    TrainMode,
-    WeightSyncConfig,
-)
+from slipstream.conf.schema import AlgorithmConfig, Normalization, SyncMode, TrainMode, WeightSyncConfig
 from slipstream.trainer.errors import LayoutError, TrainerError
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.types import Denominators

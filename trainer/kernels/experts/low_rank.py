@@ -53,11 +53,7 @@ CUT_FROM_ROWS = 1 << 16
 
 
 def add_low_rank_torch(
-    rows_SN: Tensor,
-    low_SR: Tensor | None,
-    p_ENR: Tensor | None,
-    bias_EN: Tensor | None,
-    groups: RowGroups,
+    rows_SN: Tensor, low_SR: Tensor | None, p_ENR: Tensor | None, bias_EN: Tensor | None, groups: RowGroups
 ) -> Tensor:
     """The definition of `add_low_rank`."""
     wide = torch.promote_types(rows_SN.dtype, torch.float32)
@@ -102,11 +98,7 @@ def low_rank_gradient_torch(
 
 
 def add_low_rank_triton(
-    rows_SN: Tensor,
-    low_SR: Tensor | None,
-    p_ENR: Tensor | None,
-    bias_EN: Tensor | None,
-    groups: RowGroups,
+    rows_SN: Tensor, low_SR: Tensor | None, p_ENR: Tensor | None, bias_EN: Tensor | None, groups: RowGroups
 ) -> Tensor:
     """The same as add_low_rank_torch, by a kernel."""
     num_rows, num_columns = rows_SN.shape
@@ -180,11 +172,7 @@ def low_rank_gradient_triton(
 
 
 def add_low_rank(
-    rows_SN: Tensor,
-    low_SR: Tensor | None,
-    p_ENR: Tensor | None,
-    bias_EN: Tensor | None,
-    groups: RowGroups,
+    rows_SN: Tensor, low_SR: Tensor | None, p_ENR: Tensor | None, bias_EN: Tensor | None, groups: RowGroups
 ) -> Tensor:
     """Add low @ P[e]^T and the expert's bias to rows, in place, rounded once; see the top for bfloat16.
 

@@ -52,19 +52,11 @@ _WIDE = {
 }
 ADAPTED = {32: Tiling(64, 64, warps=4, stages=3), 128: Tiling(64, 32, warps=4, stages=3), **_WIDE}
 """Tilings with an adapter; see launch.tiling_of."""
-ADAPTED_BACKWARD = {
-    32: Tiling(16, 64, warps=1, stages=2),
-    128: Tiling(64, 64, warps=4, stages=2),
-    **_WIDE,
-}
+ADAPTED_BACKWARD = {32: Tiling(16, 64, warps=1, stages=2), 128: Tiling(64, 64, warps=4, stages=2), **_WIDE}
 
 
 def activate_torch(
-    gu_SI: Tensor,
-    xa_SR: Tensor | None,
-    adapter: InnerAdapter | None,
-    groups: RowGroups,
-    activation: ExpertActivation,
+    gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, groups: RowGroups, activation: ExpertActivation
 ) -> tuple[Tensor, Tensor | None]:
     """The definition of `activate`."""
     wide_SI = _adapted(gu_SI, xa_SR, adapter, groups)
@@ -140,11 +132,7 @@ def _gated(gu_SI: Tensor, activation: ExpertActivation) -> tuple[Tensor, Tensor,
 
 
 def activate_triton(
-    gu_SI: Tensor,
-    xa_SR: Tensor | None,
-    adapter: InnerAdapter | None,
-    groups: RowGroups,
-    activation: ExpertActivation,
+    gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, groups: RowGroups, activation: ExpertActivation
 ) -> tuple[Tensor, Tensor | None]:
     """The same as activate_torch, by a kernel."""
     num_rows, width = gu_SI.shape[0], gu_SI.shape[1] // 2
@@ -211,11 +199,7 @@ def _constants(
 
 
 def activate(
-    gu_SI: Tensor,
-    xa_SR: Tensor | None,
-    adapter: InnerAdapter | None,
-    groups: RowGroups,
-    activation: ExpertActivation,
+    gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, groups: RowGroups, activation: ExpertActivation
 ) -> tuple[Tensor, Tensor | None]:
     """Compute h, and its projection for the down adapter.
 

@@ -95,10 +95,7 @@ def test_a_config_written_by_transformers_reads_the_same():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model_type": "bert"},
-            r"must be one of deepseek_v3, .*, qwen3_next, got 'bert'",
-        ),
+        ({"model_type": "bert"}, r"must be one of deepseek_v3, .*, qwen3_next, got 'bert'"),
         (
             {"model_type": "qwen3_5"},
             r"qwen3_5 has a vision tower.*give such a checkpoint as model.path.*with model_type=qwen3_5_text",
@@ -215,11 +212,7 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (GLM, {"n_shared_experts": ...}, "n_shared_experts must be given for glm4_moe"),
         (GLM, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for glm4_moe"),
         (GLM, {"sliding_window": 4}, "sliding_window=4 is not supported for glm4_moe"),
-        (
-            GPT_OSS,
-            {"layer_types": ["full_attention"] * 2},
-            "sliding_attention and full_attention in turn for all 2",
-        ),
+        (GPT_OSS, {"layer_types": ["full_attention"] * 2}, "sliding_attention and full_attention in turn for all 2"),
         (GPT_OSS, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not supported for gpt_oss"),
         (GPT_OSS, {"attention_bias": False}, "attention_bias=False is not supported for gpt_oss"),
         (GPT_OSS, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for gpt_oss"),
@@ -264,11 +257,7 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (GEMMA4, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters must be a mapping of"),
         (GEMMA3, {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters must be a mapping of full_attention and"),
         (GEMMA3, {"rope_scaling": {"rope_type": "linear", "factor": 8}}, "factor must be written as 8.0"),
-        (
-            DEEPSEEK,
-            {"rope_scaling": GEMMA3["rope_scaling"]},
-            "RoPE type 'linear' is not supported for latent",
-        ),
+        (DEEPSEEK, {"rope_scaling": GEMMA3["rope_scaling"]}, "RoPE type 'linear' is not supported for latent"),
         (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob=False is not supported for qwen3_5_moe_text"),
         (QWEN3_5_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers=.0. is not supported for qwen3_5_moe_text"),
         (QWEN3_5, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints of qwen3_5_text are not"),

@@ -84,10 +84,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("reward.kind=json:no_such_function", ["reward.kind=json:no_such_function"]),
         ("run.resume=runs/latest", ["run.resume=runs/latest: no such folder"]),
         ("cluster.ray_address=127.0.0.1:9", ["cluster.ray_address=127.0.0.1:9", "cluster=local"]),
-        (
-            "model.hf_config.vocab_size=4",
-            ["model.tokenizer=characters needs model.hf_config.vocab_size >= 5, got 4"],
-        ),
+        ("model.hf_config.vocab_size=4", ["model.tokenizer=characters needs model.hf_config.vocab_size >= 5, got 4"]),
     ],
 )
 def test_options_that_cannot_be(refuse: Refuse, words: str, messages: list[str]) -> None:
@@ -135,11 +132,7 @@ GOOD = '{"prompt": "1a=", "answer": "a"}\n'
         ({"p.parquet": "PAR1 and no more"}, "data.path=p.parquet", ["p.parquet is not a readable Parquet file"]),
         ({"p.jsonl/a": ""}, "data.path=p.jsonl", ["p.jsonl is a folder"]),
         ({}, "data.path=/dev/null", ["data.path=/dev/null is no file that can be read more than once"]),
-        (
-            {"p.jsonl": GOOD.replace("1a", "1" * 40)},
-            "data.path=p.jsonl",
-            ["p.jsonl:1", "data.max_prompt_tokens"],
-        ),
+        ({"p.jsonl": GOOD.replace("1a", "1" * 40)}, "data.path=p.jsonl", ["p.jsonl:1", "data.max_prompt_tokens"]),
         (
             {"p.jsonl": GOOD + '{"prompt": "1Zb=", "answer": "b"}\n'},
             "data.path=p.jsonl",

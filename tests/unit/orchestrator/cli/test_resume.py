@@ -138,11 +138,7 @@ def test_resume_without_starting_says_what_it_would_do(
     ],
 )
 def test_resume_refuses(
-    words: list[str],
-    message: str,
-    old_run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str, old_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
     assert main(["resume", *words]) == 2

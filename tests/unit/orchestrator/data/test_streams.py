@@ -228,8 +228,7 @@ def test_a_cursor_of_other_rows_or_options_is_refused(other: Make, option: str) 
 
 
 @pytest.mark.parametrize(
-    ("names", "weights", "option"),
-    [(("a", "c"), [1, 1], r"data\.sources"), (("a", "b"), [1, 2], r"data\.weights")],
+    ("names", "weights", "option"), [(("a", "c"), [1, 1], r"data\.sources"), (("a", "b"), [1, 2], r"data\.weights")]
 )
 def test_a_cursor_of_another_mixture_is_refused(names: tuple[str, str], weights: list[float], option: str) -> None:
     def mix(names: tuple[str, ...], weights: list[float]) -> Mixed[Prompt]:

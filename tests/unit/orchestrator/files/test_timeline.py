@@ -33,7 +33,7 @@ def test_a_row_counts_seconds_from_its_step(tmp_path: Path) -> None:
         "num_left_out": 0,
     }
     assert [published[f"{name}_s"] for name in ("begin", "prepare", "write", "verify", "commit", "relay")] == [
-        *(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
+        *(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     ]
     assert (published["version"], published["bytes"]) == (3, report.num_bytes)
     assert (published["peak_bytes"], published["watermark_bytes"]) == (report.peak_bytes, report.watermark_bytes)
@@ -62,8 +62,5 @@ def test_what_was_taken_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> N
     activities = Activities()
     activities.note("rollout-0", "sample", 10.0, 3)
     activities.note(TRAINER, "wait", 11.0)
-    assert activities.take() == [
-        Activity("rollout-0", "sample", 10.0, 12.5, 3),
-        Activity(TRAINER, "wait", 11.0, 12.5),
-    ]
+    assert activities.take() == [Activity("rollout-0", "sample", 10.0, 12.5, 3), Activity(TRAINER, "wait", 11.0, 12.5)]
     assert activities.take() == []

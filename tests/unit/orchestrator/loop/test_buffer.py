@@ -377,10 +377,7 @@ ACTIONS = (ResumedRun.claim, ResumedRun.draw, ResumedRun.deliver, ResumedRun.del
 )
 @example(1, 0, [*ACTIONS[:2], ResumedRun.take, ResumedRun.deliver, ResumedRun.claim, ResumedRun.resume], 0)
 def test_no_ticket_or_prompt_is_lost_or_changed_by_any_number_of_resumes(
-    groups_per_step: int,
-    max_staleness_steps: int,
-    actions: list[Callable[[ResumedRun], Awaitable[None]]],
-    seed: int,
+    groups_per_step: int, max_staleness_steps: int, actions: list[Callable[[ResumedRun], Awaitable[None]]], seed: int
 ) -> None:
     async def run() -> None:
         world = ResumedRun(groups_per_step, max_staleness_steps, seed)

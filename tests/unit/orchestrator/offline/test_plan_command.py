@@ -196,11 +196,7 @@ def test_engines_that_share_a_gpu_share_its_link_in_a_plan():
     """GPUs of one node each: bytes of all engines pass one NIC, or one each."""
     rates = LinkRates(nic_bytes_s=1e6, begin_s=0, barrier_s=0, commit_s=0)
     apart, together = (
-        planned(
-            "cluster.device=cuda",
-            *words,
-            hardware=Hardware(ranks_per_node=1, rates=rates),
-        )
+        planned("cluster.device=cuda", *words, hardware=Hardware(ranks_per_node=1, rates=rates))
         for words in (["rollout.num_workers=3"], ["rollout.num_workers=3", "rollout.workers_per_gpu=3"])
     )
     assert apart.config.rollout.num_workers == together.config.rollout.num_workers == 3

@@ -72,8 +72,7 @@ async def test_solve_calls_its_tool_and_compares_the_last_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"),
-    [("2 * (3 + 4) - -1", "15"), ("1 / 4", "0.25"), ("1/0", "error: division by zero")],
+    ("expression", "value"), [("2 * (3 + 4) - -1", "15"), ("1 / 4", "0.25"), ("1/0", "error: division by zero")]
 )
 def test_values_of_expressions(expression: str, value: str) -> None:
     assert calculator.calculate(expression) == value

@@ -17,10 +17,7 @@ REQUEST = LayoutRequest(
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        (
-            "echo 'error: RecordError: no o_proj' >&2; echo noise >&2; exit 1",
-            "an engine: RecordError: no o_proj$",
-        ),
+        ("echo 'error: RecordError: no o_proj' >&2; echo noise >&2; exit 1", "an engine: RecordError: no o_proj$"),
         ("echo 'Killed by the host' >&2; exit 137", "an engine: Killed by the host$"),
         ("exit 1", "an engine: it said nothing$"),
     ],

@@ -278,10 +278,7 @@ GIVEN = ["experiment=quickstart", "reward=judge", "reward.judge.base_url=http://
         (GIVEN[:3], r"reward\.judge\.model must be the name of a model at http://localhost/v1, got nothing"),
         ([*GIVEN, "reward.judge.base_url=localhost:8000"], r"reward\.judge\.base_url must be .*, got 'localhost:8000'"),
         ([*GIVEN, "reward.judge.scale=[10,10]"], r"reward\.judge\.scale must be two numbers.*got \[10"),
-        (
-            [*GIVEN, "reward.judge.requests_per_minute=20"],
-            r"lets the last of .* wait 192 s, and reward\.timeout",
-        ),
+        ([*GIVEN, "reward.judge.requests_per_minute=20"], r"lets the last of .* wait 192 s, and reward\.timeout"),
         (["experiment=quickstart", "reward.judge.model=m"], r"reward\.judge\.model has no effect with reward\.kind="),
         (["experiment=quickstart", "reward.parts.a.kind=judge"], r"reward\.parts\.a\.judge\.base_url must be"),
     ],

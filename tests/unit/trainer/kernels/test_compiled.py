@@ -116,11 +116,7 @@ def test_every_rank_fits_into_a_blocks_shared_memory(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("target", BLOCK_SHARED_BYTES)
 def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
-    monkeypatch: pytest.MonkeyPatch,
-    launched: dict[str, CompiledKernel],
-    target: int,
-    dtype: torch.dtype,
-    num_rows: int,
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, CompiledKernel], target: int, dtype: torch.dtype, num_rows: int
 ) -> None:
     """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here. Before Hopper
     all ranks and both ways take the same.

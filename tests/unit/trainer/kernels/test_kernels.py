@@ -19,13 +19,7 @@ from slipstream.trainer.kernels.experts.combine import weighted_sum
 from slipstream.trainer.kernels.experts.dequant import dequantize_int4, dequantize_mxfp4
 from slipstream.trainer.kernels.experts.gather import PROJECT
 from slipstream.trainer.kernels.experts.low_rank import ADD, GRADIENT
-from slipstream.trainer.kernels.experts.swiglu import (
-    ADAPTED,
-    ADAPTED_BACKWARD,
-    BACKWARD,
-    FORWARD,
-    TABLE_ROWS,
-)
+from slipstream.trainer.kernels.experts.swiglu import ADAPTED, ADAPTED_BACKWARD, BACKWARD, FORWARD, TABLE_ROWS
 from slipstream.trainer.kernels.launch import Tiling, tiling_of
 
 

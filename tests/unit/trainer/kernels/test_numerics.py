@@ -109,9 +109,7 @@ def test_a_decoder_layer_rounds_its_sum_where_numerics_say(once: bool) -> None:
 def test_a_layer_norms_the_sum_of_the_layer_before_it_unrounded(config: dict[str, object], checkpointing: bool) -> None:
     """norm=once, in bfloat16: where a layer is given the rounded sum alone, its output differs."""
     decoder = make_decoder(
-        config,
-        trainer_config(activations=Activations("recompute" if checkpointing else "keep")),
-        dtype=torch.bfloat16,
+        config, trainer_config(activations=Activations("recompute" if checkpointing else "keep")), dtype=torch.bfloat16
     )
     token_ids, positions, cu_seqlens = packed()
     norm = decoder.model.layers[1].get_submodule("input_layernorm")

@@ -22,9 +22,7 @@ def engine(tp_size: int) -> list[DestLayout]:
     rows = NUM_BYTES // tp_size
     return [
         DestLayout(
-            rank,
-            (Param("w", (rows,), "uint8"),),
-            (Load("w", Region((rank * rows,), (rows,)), (0,), "w", 0, (1,)),),
+            rank, (Param("w", (rows,), "uint8"),), (Load("w", Region((rank * rows,), (rows,)), (0,), "w", 0, (1,)),)
         )
         for rank in range(tp_size)
     ]

@@ -14,14 +14,7 @@ from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.report import EXCLUDED, ReplicaReport
 from slipstream.weight_sync.publish.trace import Span
 from slipstream.weight_sync.publish.transaction import MIN_COMMIT_S, Alive, Transaction
-from slipstream.weight_sync.replica.messages import (
-    Begun,
-    Bound,
-    Committed,
-    PublishId,
-    ReplicaVerbs,
-    addresses_digest,
-)
+from slipstream.weight_sync.replica.messages import Begun, Bound, Committed, PublishId, ReplicaVerbs, addresses_digest
 
 PARAMS = (("norm", "qk"), ("qk",))
 ADDRESSES = [{"norm": 1, "qk": 2, "more": 3}, {"qk": 4}]

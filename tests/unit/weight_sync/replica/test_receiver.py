@@ -84,10 +84,7 @@ def test_bytes_never_written_are_named(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        (
-            {"norm": 8, "qk": 0},
-            r"2 parameters were not .*qk \(sent 0 of 40 bytes\), norm \(sent 8 of 10 bytes\)$",
-        ),
+        ({"norm": 8, "qk": 0}, r"2 parameters were not .*qk \(sent 0 of 40 bytes\), norm \(sent 8 of 10 bytes\)$"),
         (dict.fromkeys(("qk", "norm", "embed", "w13", "w2"), 0), r"5 parameters .*w2 \(sent 0 of 80 bytes\)$"),
         ({"w2": 82}, r"1 parameters were not sent: .*w2 \(sent 82 of 80 bytes\)$"),
     ],
