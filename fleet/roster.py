@@ -76,7 +76,8 @@ class Roster:
         return f"{num_there} of {counted(self.num_wanted, 'rollout worker')} serve"
 
     async def least_loaded(self) -> Replica:
-        """Wait until a replica serves, and return the one with the fewest groups in flight.
+        """Wait until a replica serves, and return the one with the fewest groups in flight, the
+        first of equal ones.
 
         Raises:
             NoReplicasLeft: every replica is out.
@@ -90,7 +91,7 @@ class Roster:
             await self.changed.wait_for(is_decided)
         self.require_replicas()
         serving = [replica for replica in self.replicas.values() if replica.state is ReplicaState.serving]
-        return min(serving, key=lambda replica: (replica.num_in_flight, replica.place))
+        return min(serving, key=lambda replica: replica.num_in_flight)
 
     async def stranded(self) -> None:
         """Wait until a replica needs weights and no replica serves, from which it could read them."""

@@ -187,7 +187,7 @@ class Starts:
         peers = [other for other in self._roster.replicas.values() if other.state is ReplicaState.serving]
         if not peers:
             return "no other worker serves, from which it could read"
-        peer = min(peers, key=lambda other: (other.num_missed, other.num_in_flight, other.place))
+        peer = min(peers, key=lambda other: (other.num_missed, other.num_in_flight))
         num_publishes = self._roster.num_publishes
         try:
             offers = await self.call(peer, "offer", peer.worker.offer())

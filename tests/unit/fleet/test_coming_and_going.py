@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.fleet import FakeFleet
-from fakes.loop import FakeWorker, World, outcome
+from fakes.loop import FakeWorker, World, an_offer, outcome
 
 from slipstream.fleet import roster, scaling
 from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft
@@ -41,6 +41,7 @@ class Fleet(FakeFleet):
 
     async def end(self, name: str) -> None:
         self.ended.append(name)
+        self.world.diary.append(("end", name))
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
@@ -106,6 +107,10 @@ async def test_a_worker_that_is_out_was_not_asked_for_any_more() -> None:
     fleet = Fleet(2, max_restarts=0)
     await fleet.publish(0)
     await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-1"], "it died")
+    fleet.worker(1).told.set()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert fleet.states == [S.serving, S.out], "and a signal changes nothing"
     await fleet.supervisor.scaling.drain("rollout-1")
     await fleet.until(S.serving, S.gone)
     assert fleet.supervisor.roster.in_words == "1 of 2 rollout workers serve", "drained is only what serves"
@@ -176,13 +181,19 @@ async def test_those_that_do_not_serve_yet_go_first(is_publishing: bool) -> None
 async def test_a_worker_in_a_publish_goes_after_it() -> None:
     fleet = Fleet(2)
     await fleet.publish(0)
+    fleet.supervisor.linked("rollout-0", "rollout-1", [an_offer(0)])
     await fleet.supervisor.hold()
     await fleet.supervisor.scaling.scale(1)
+    fleet.worker(1).told.set()  # by a signal as well
     for _ in range(20):
         await asyncio.sleep(0)
     assert fleet.states == [S.updating, S.updating]
     await fleet.supervisor.settle([outcome(True), outcome(True)])
     await fleet.until(S.serving, S.gone)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert fleet.events(1)[-2:] == [E.leaving, E.gone], "once"
+    assert fleet.world.diary[-2:] == [("release", 0), ("end", "rollout-1")], "links to it are closed while it lives"
 
 
 async def test_a_worker_that_cannot_hand_over_costs_its_responses_and_nothing_else() -> None:

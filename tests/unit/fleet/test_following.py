@@ -249,3 +249,7 @@ async def test_a_noticed_machine_gets_no_worker_again_not_even_by_command(bounds
     await machines.until(S.pending)
     assert machines.node(0) == "m1"
     following.cancel()
+    machines = Machines({"m0": 0}, bounds, 1)
+    await machines.publish()
+    machines.worker(0).told.set()
+    await machines.until(S.pending)  # SIGTERM says nothing of the machine: the last one starts there again

@@ -275,13 +275,16 @@ async def test_a_worker_that_fails_after_a_publish_or_a_restart_is_not_blamed() 
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
-    async def published_meanwhile() -> None:
-        worker.before.clear()
-        await serve(supervisor)
-        raise ReplicaDirty("begin came first")
+    for pauses in (True, False):
 
-    worker.before["generate_group"] = published_meanwhile
-    assert len(await router.generate_group(PROMPT, 2)) == 2
+        async def published_meanwhile(pauses: bool = pauses) -> None:
+            worker.before.clear()
+            await supervisor.hold(pauses=pauses)
+            await supervisor.settle([outcome(True)])
+            raise ReplicaDirty("begin came first")
+
+        worker.before["generate_group"] = published_meanwhile
+        assert len(await router.generate_group(PROMPT, 2)) == 2
 
     for error in (ReplicaDirty("this process is not that process"), ConnectionError("that process died")):
         failing = supervisor.roster.replicas["rollout-0"].worker

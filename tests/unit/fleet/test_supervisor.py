@@ -53,18 +53,21 @@ async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: p
         supervisor.roster.require_replicas()
 
 
-async def test_a_worker_that_was_replaced_while_it_was_asked_how_it_died_is_not_failed_again() -> None:
+@pytest.mark.parametrize(("process", "state"), [(1, ReplicaState.recovering), (0, ReplicaState.leaving)])
+async def test_a_worker_that_was_replaced_or_left_while_it_was_asked_how_it_died_is_not_failed_again(
+    process: int, state: ReplicaState
+) -> None:
     supervisor, workers = supervised(2)
     replica = supervisor.roster.replicas["rollout-0"]
 
-    async def replaced() -> None:
-        replica.handle, replica.state = workers[1], ReplicaState.recovering
+    async def meanwhile() -> None:
+        replica.handle, replica.state = workers[process], state
         raise ConnectionError("it died")
 
-    workers[0].check = replaced  # type: ignore[method-assign]
+    workers[0].check = meanwhile  # type: ignore[method-assign]
     await supervisor.hold()
     await supervisor.settle([outcome(False, "PeerLost: x"), outcome(True)])
-    assert (replica.state, replica.reason) == (ReplicaState.recovering, "")
+    assert (replica.state, replica.reason) == (state, "")
 
 
 @on_jumping_clock
@@ -95,6 +98,9 @@ async def test_what_was_done_beside_is_not_kept() -> None:
     await asyncio.sleep(0)
     gc.collect()
     assert kept() is None
+    task = supervisor.roster.spawn(asyncio.sleep(3600))
+    await supervisor.close()
+    assert task.done(), "close() waits until it has ended"
 
 
 async def publish_without_a_pause(supervisor: Supervisor, *outcomes: ReplicaReport) -> None:
