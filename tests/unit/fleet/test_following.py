@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
-from fakes.fleet import FakeFleet
+from fakes.fleet import FakeFleet, until
 from fakes.loop import FakeWorker
 
+from slipstream.fleet import following as following_module
 from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft
 from slipstream.fleet.following import follow
 from slipstream.fleet.replicas import ReplicaState
@@ -211,6 +213,38 @@ async def test_a_run_without_a_worker_waits_for_a_machine_and_ends_when_none_com
     else:
         with pytest.raises(NoReplicasLeft, match="its machine has left"):
             await asyncio.wait_for(waiting, 5)
+    following.cancel()
+
+
+async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_those_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(following_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    machines = Machines({"m0": 0, "m1": 0}, (1, 2), 1)
+    roster, num_looks = machines.supervisor.roster, 0
+
+    async def look() -> Room:
+        nonlocal num_looks
+        num_looks += 1
+        return await machines.look()
+
+    async def at(now: float) -> bool:
+        clock.now, seen = now, num_looks
+        await until(lambda: num_looks > seen + 1, every_s=0.001)
+        return roster.awaits_room
+
+    machines.supervisor.scaling._look = look
+    await machines.publish()
+    following = machines.follow(patience_s=60)
+    assert await at(100.0), "it serves"
+    machines.replica(0).num_restarts = 1
+    await machines.supervisor.fail(machines.replica(0), "it fails and fails")
+    assert not await at(101.0), "no machine would help"
+    del machines.free["m0"]
+    await machines.until(S.gone)
+    assert await at(159.0)
+    assert not await at(160.0)
     following.cancel()
 
 
