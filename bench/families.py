@@ -20,7 +20,9 @@ import argparse
 import json
 import os
 import queue
+import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -45,8 +47,7 @@ DENSE = ["model=tiny_qwen3", "trainer.num_ranks=1", "trainer.ep_size=1"]
 SQUARE = {"hidden_size": 128}
 """Four heads of 32: some engines know no other width of heads than hidden_size / num_attention_heads."""
 LINEAR_ATTENTION = {
-    "full_attention_interval": 2,
-    "layer_types": "[linear_attention,full_attention]",  # vLLM 0.25 reads no other interval than 4
+    "layer_types": "[full_attention,linear_attention]",  # the other way round a policy settles on one letter
     "shared_expert_intermediate_size": 64,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
@@ -124,14 +125,28 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"num_hidden_layers": 2, "quantization_config": None}),
     "deepseek_v32": ("deepseek_v3_2", {**LAYERS_OF_64, "quantization_config": None}),
     "glm_moe_dsa": ("glm_5", LAYERS_OF_64),
+    "deepseek_v32 beyond index_topk": ("deepseek_v3_2", {**LAYERS_OF_64, "quantization_config": None}),
 }
 """Row of --own -> its preset, and what is less of it; None: without that field. Engines hold bfloat16."""
+LONG_PROMPTS = "data.path=LONG_PROMPTS"
+"""Stands for the file that row_of writes."""
+LONG_PROMPT_TOKENS = 1984
+"""64 fewer than index_topk: a response's first 64 tokens see every key before them, those after it chosen ones."""
+MORE_WORDS = {
+    "deepseek_v32 beyond index_topk": [
+        LONG_PROMPTS, "data.max_prompt_tokens=null", "rollout.max_model_len=3584",
+        "rollout.sampling.max_tokens=1536", "rollout.sampling.stop_at_eos=false", "algorithm.groups_per_step=2",
+        "algorithm.group_size=8", "run.num_steps=4",
+    ],
+}  # fmt: skip
+"""Row of --own -> further options of it."""
 OWN_WORDS = [
     "experiment=qwen3_moe_2gpu", "cluster.share_gpu=true", "rollout.gpu_memory_utilization=0.35",
     "rollout.kv_cache_bytes=8589934592", "trainer.max_microbatch_tokens=16384", "algorithm.max_staleness_steps=0",
     "run.num_steps=10", "run.eval_every_steps=0", "data.eval_path=null", "cluster.dashboard=false",
+    "algorithm.entropy_coef=0.01",  # no answer is right, and weights change all the same
 ]  # fmt: skip
-REPLAYED = ("glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa")
+REPLAYED = ("glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa", "deepseek_v32 beyond index_topk")
 """Rows of --own whose routes are recorded and replayed."""
 SHOWN = (
     "eval_reward_first", "eval_reward_last", "k3_max", "rollout_tokens_per_s", "publish_s", "publish_bytes", "wall_s",
@@ -164,6 +179,7 @@ def own_words(family: str) -> list[str]:
         *(f"++model.hf_config.{name}={value}" for name, value in fields.items() if value is not None),
         *(f"~model.hf_config.{name}" for name, value in fields.items() if value is None),
         f"parity.replay_routing={str(family in REPLAYED).lower()}",
+        *MORE_WORDS.get(family, ()),
     ]
 
 
@@ -171,13 +187,35 @@ def row_of(words: list[str], card: str | None, kill: int | None, limit_s: float)
     """Figures of one run, in a process group of its own. `card`: the GPU that it sees; None: all of them."""
     own, began = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}, time.monotonic()
     try:
-        with tempfile.TemporaryDirectory() as folder, Job(words, Path(folder), own) as job:
+        with tempfile.TemporaryDirectory() as folder, Job(with_prompts(words, Path(folder)), Path(folder), own) as job:
             killed = {} if kill is None else killed_after(job, kill, limit_s)
             job.wait(began + limit_s - time.monotonic())
-            wall_s = time.monotonic() - began
-            return {"words": words, "wall_s": wall_s, **killed, **figures(read_rows(job.folder.resolve()))}
+            wall_s, rows = time.monotonic() - began, read_rows(job.folder.resolve())
+            found = {"start_s": start_of(job.folder), **figures(rows), "k3_by_position": k3_by_position(rows)}
+            return {"words": words, "wall_s": wall_s, **killed, **found}
     except SystemExit as error:
         return {"words": words, "wall_s": time.monotonic() - began, "failed": str(error)}
+
+
+def with_prompts(words: list[str], folder: Path) -> list[str]:
+    """The options, with a file of long prompts of digits where they ask for one."""
+    path, draw = folder / "long.jsonl", random.Random(1)
+    if LONG_PROMPTS in words:
+        texts = ("".join(draw.choices("0123456789", k=LONG_PROMPT_TOKENS)) for _ in range(8))
+        path.write_text("".join(json.dumps({"prompt": text, "answer": text[-1]}) + "\n" for text in texts))
+    return [f"data.path={path}" if word == LONG_PROMPTS else word for word in words]
+
+
+def start_of(folder: Path) -> dict[str, float]:
+    """Seconds of each phase of a run's start."""
+    spans = json.loads((folder / "startup.jsonl").read_text().splitlines()[0])["spans"]
+    return {f"{span['who']}: {span['what']}": span["to_s"] - span["from_s"] for span in spans}
+
+
+def k3_by_position(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """First position of a range in the response -> mean of the steps' k3 there."""
+    names = sorted({name for row in rows for name in row if name.startswith("parity/k3_from_")})
+    return {name: statistics.mean(row[name] for row in rows if row.get(name) is not None) for name in names}
 
 
 def killed_after(job: Job, step: int, limit_s: float) -> dict[str, Any]:
