@@ -244,8 +244,11 @@ def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) 
     rows = {"hashes": replace(base, is_pair=True, trace=trace)}
     for number, rounding in enumerate(args.rounding[1:], 2):
         rows[f"{rounding} {number}"] = replace(base, rounding=rounding)
-    for percent in args.delta:
-        rows[f"{percent:g} %"] = replace(base, share=percent / 100, delta_bytes=args.delta_mib * MIB)
+    for number, percent in enumerate(args.delta):
+        row = replace(base, share=percent / 100, delta_bytes=args.delta_mib * MIB)
+        rows[f"{percent:g} %"] = row if number else replace(row, trace=trace.with_stem(f"{trace.stem}-changes"))
+        if number == 0:
+            rows[f"{percent:g} % or whole"] = replace(row, chooses=True, warm_up=max(3, base.warm_up))
     for mib in args.watermark_mib if is_first else ():
         few = replace(base, watermark_bytes=mib * MIB, publishes=max(1, args.publishes // 3), warm_up=1)
         rows[f"{mib} MiB"] = few
@@ -270,7 +273,8 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--delta", type=float, nargs="*", default=[],
-        help="a row each: only changes are sent (weight_sync.delta_bytes), of which there are so many percent",
+        help="a row each: only changes are sent (weight_sync.delta_bytes), of which there are so many percent; with a "
+        "timeline for the first, and a row of what a run does, which sends everything where that is quicker",
     )  # fmt: skip
     parser.add_argument("--delta-mib", type=int, default=8192, help="weight_sync.delta_bytes of these rows")
     parser.add_argument("--kv-gib", type=int, help="of the engine's KV cache; 24, which an H100 lacks, if not given")

@@ -49,7 +49,7 @@ def max_records(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk at the sender: its bytes, a mark per element that is not 0 where it changed, and room for its stream."""
+    """A chunk at the sender: its bytes, a mark per element (1 where it changed, else 0), and room for its stream."""
 
     values: Tensor
     """int16, flat."""

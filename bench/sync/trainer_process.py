@@ -53,6 +53,8 @@ class Row:
     """Change this share of all elements before every publish; None: draw all adapters anew."""
     delta_bytes: int = 0
     """weight_sync.delta_bytes."""
+    chooses: bool = False
+    """Send everything where that was quicker lately, as a run does; else changes whatever they cost."""
     trace: Path | None = None
     """File for the timeline of one more publish, the last one."""
 
@@ -176,6 +178,7 @@ class _Rank:
         """The size of the noise by which B moves before a publish; None: adapters are drawn anew."""
         self.sender: Any = None
         self.publisher: Any = None
+        self.chooses = False
         self._row = contextlib.ExitStack()
         self._loads: list[Any] = []
 
@@ -217,11 +220,16 @@ class _Rank:
         freeze_heap()
         self._loads = self.publisher._pipeline._slots.loads
         self.scale = None if row.share is None else self._scale_for(row.share)
+        self.chooses = row.chooses
         return {"connect_s": time.perf_counter() - began, "num_tasks": summary.num_tasks, "num_loads": len(self._loads)}
 
     def publish(self, verify_hashes: bool, trace: Path | None) -> dict[str, Any]:
         """Change the policy, then publish once, with or without hashes; all else stays the same."""
+        from slipstream.weight_sync.publish.costs import Costs
+
         publisher = self.publisher
+        if not self.chooses:
+            publisher._bases.costs = Costs()
         type(publisher._config).verify_hashes = verify_hashes
         publisher._pipeline._slots.loads = (
             self._loads if verify_hashes else [replace(load, hashes=()) for load in self._loads]

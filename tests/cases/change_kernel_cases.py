@@ -32,7 +32,8 @@ def case_changes(device: str) -> None:
         before = [bits(size, size, device) for size in sizes]
         chunks, wanted = [], []
         for size, was in zip(sizes, before, strict=True):
-            marks = (torch.rand(size, generator=torch.Generator().manual_seed(size)) < share).to(torch.uint8).to(device)
+            drawn = torch.rand(size, generator=torch.Generator().manual_seed(size)) < share
+            marks = torch.cat([drawn, drawn.new_ones(3)]).to(torch.uint8).to(device)[:size]  # others' marks come after
             now = torch.where(marks != 0, bits(size, size + 1, device), was)
             room = int(marks.sum()) + 2 * num_tiles(2 * size)
             chunks.append(Chunk(now, marks, torch.zeros(room, dtype=torch.int32, device=device)))

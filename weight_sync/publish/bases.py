@@ -5,6 +5,7 @@
     end()     the source keeps what it sent, against which the next publish's changes are computed
 
 Owns: these digests, whether the source has kept what they stand for, and which part of a landing zone is this rank's.
+Nobody takes changes, either, in a publish that is quicker whole (costs.py).
 Does not own who takes changes (transaction.py asks every engine rank what it holds), nor what is sent (landings.py).
 Invariant: after a publish that did not come to its end nobody takes changes.
 """
@@ -16,6 +17,7 @@ import numpy as np
 
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.plan.columns import Flags
+from slipstream.weight_sync.publish.costs import Costs
 from slipstream.weight_sync.publish.landings import Landing, part_of_zone
 from slipstream.weight_sync.publish.packing import MarkingSource
 from slipstream.weight_sync.replica.landing import held_digest, zone_name
@@ -34,6 +36,7 @@ class Bases:
         self._source = source if zone_bytes and isinstance(source, MarkingSource) else None
         self._zone = zone_name(zone_bytes)
         self._part = part_of_zone(zone_bytes, rank, num_ranks)
+        self.costs = Costs()
         self.has_kept = False
         """Whether the source has kept what was published last."""
         self.held: Mapping[Destination, str] = {}
@@ -46,13 +49,18 @@ class Bases:
         """Whether the last publish came to its end."""
 
     @property
+    def sends_changes(self) -> bool:
+        """Whether this publish may send changes alone."""
+        return self.has_kept and not self.costs.is_whole_cheaper
+
+    @property
     def is_on(self) -> bool:
         """Whether changes are sent at all."""
         return self._source is not None
 
     def begin(self) -> None:
         """A publish begins."""
-        self.held = self.frozen or (self._committed if self._is_whole else {})
+        self.held = self.frozen or (self._committed if self._is_whole and self.sends_changes else {})
         self._committed, self._is_whole = {}, False
 
     def note(self, expected: Mapping[Destination, Expected], flags: Mapping[Destination, Sequence[bool]]) -> None:

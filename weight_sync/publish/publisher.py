@@ -243,7 +243,7 @@ class Publisher:
             begun = self._rank0.begin(
                 version, included, endpoints=at, digest=digest, book=self._book, places=self._places
             )
-        self._pipeline.prepare(version, trace=trace is not None, with_changes=self._bases.has_kept)
+        self._pipeline.prepare(version, trace=trace is not None, with_changes=self._bases.sends_changes)
         with undone_by(lambda _: self._pipeline.cancel()):
             alive = self._meeting.on_rank0(Alive, lambda: _of_rank0(begun)[1].result())
         for replica in alive.forgotten:
@@ -269,6 +269,8 @@ class Publisher:
             PublishReport, lambda: self._rank0.finish(_of_rank0(begun)[0], results, result.sums, trace)
         )
         self.disconnect([number for number in included if not report.replicas[number].committed])
+        if self._bases.is_on and report.num_committed == len(included):
+            self._bases.costs.note(report, len(bindings))
         return report
 
     def disconnect(self, replicas: Collection[int]) -> None:

@@ -21,6 +21,7 @@ from slipstream.weight_sync.layout import (
     TensorMeta,
 )
 from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
+from slipstream.weight_sync.publish.costs import MIN_BYTES, Costs
 from slipstream.weight_sync.publish.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
 from slipstream.weight_sync.publish.rank0 import Rank0
 from slipstream.weight_sync.publish.report import ReplicaReport, joined
@@ -73,6 +74,47 @@ def test_changes_are_for_those_that_committed_the_publish_before_if_it_came_to_i
     bases.forget()
     bases.begin()
     assert bases.held == {}, "other replicas"
+
+
+def ways(costs: Costs, count: int, *changes_s: float, whole_s: float, write_s: float, size: int = MIN_BYTES) -> str:
+    """What so many publishes send after a first whole one: w everything, c changes, which take these seconds and then
+    the last ones; each waits half a second for the engine."""
+    found, report = "", publish_report(0, [])
+    seconds = list(changes_s)
+    for number in range(count + 1):
+        is_whole = number == 0 or costs.is_whole_cheaper
+        took = whole_s if is_whole else seconds.pop(0) if seconds[1:] else seconds[0]
+        num_bytes, num_takers = (2 * size, 0) if is_whole else (5, 2)
+        numbers = {"write_s": write_s, "num_bytes": num_bytes, "num_takers": num_takers, "idle_s": 0.5}
+        costs.note(replace(report, total_s=took + 0.5, **numbers), 2)
+        found += "w" if is_whole else "c"
+    return found[1:]
+
+
+def test_everything_is_sent_where_that_is_quicker() -> None:
+    assert ways(Costs(), 50, 0.44, whole_s=0.25, write_s=0.17) == "cc" + 9 * "w" + "cc" + 17 * "w" + "cc" + 18 * "w"
+    long = ways(Costs(), 1000, 0.44, whole_s=0.25, write_s=0.17)
+    assert 0.03 < long.count("c") / (len(long)) < 0.035, "two of 67 in the end"
+    assert ways(Costs(), 9, 0.2, whole_s=0.25, write_s=0.17) == "ccwcccccc", "compared once"
+    assert ways(Costs(), 9, 0.2, 0.2, 0.2, 0.3, whole_s=0.25, write_s=0.17) == "ccwcccwww"
+    assert ways(Costs(), 9, 1.0, whole_s=12.0, write_s=11.8) == 9 * "c", "never over a slow link"
+    assert ways(Costs(), 9, 5.0, 0.6, whole_s=1.3, write_s=1.2) == 9 * "c", "a first one compiles its kernels"
+    assert ways(Costs(), 9, 0.44, whole_s=0.25, write_s=0.17, size=MIN_BYTES - 1) == 9 * "c", "a small model"
+    costs = Costs()
+    ways(costs, 3, 0.44, whole_s=0.25, write_s=0.17)
+    costs.note(publish_report(0, []), 1)
+    assert not costs.is_whole_cheaper, "others take part"
+
+
+def test_nobody_takes_changes_in_a_publish_that_is_quicker_whole() -> None:
+    bases = Bases(Source(), 640, 0, 1)  # type: ignore[arg-type]
+    for is_whole_cheaper in (False, True):
+        bases.begin()
+        bases.note({FIRST: expected(1)}, FLAGS)
+        bases.end()
+        bases.begin()
+        assert (bases.sends_changes, bool(bases.held)) == (not is_whole_cheaper, not is_whole_cheaper)
+        ways(bases.costs, 2, 0.44, whole_s=0.25, write_s=0.17)
 
 
 def test_without_a_zone_or_without_marks_nobody_is_sent_changes() -> None:
