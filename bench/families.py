@@ -54,6 +54,10 @@ LINEAR_ATTENTION = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+LINEAR_WORDS = [
+    "algorithm.entropy_coef=0.1", "trainer.optim.lr=7e-3", "algorithm.group_size=8", "rollout.sampling.max_tokens=2",
+]  # fmt: skip
+"""Options with which a policy with linear attention finds more than one letter, as in tests/system/test_learning.py."""
 INDEXER = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128}
 """Sizes that DeepGEMM's kernels have."""
 GEMMA4 = {
@@ -163,6 +167,7 @@ def words_of(family: str, on_gpu: bool) -> list[str]:
         "experiment=quickstart_one_gpu" if on_gpu else "experiment=quickstart",
         *preset,
         *(f"++model.hf_config.{name}={value}" for name, value in fields.items()),
+        *(LINEAR_WORDS if LINEAR_ATTENTION.items() <= fields.items() else []),
         "rollout.num_workers=1",
         f"run.num_steps={NUM_STEPS}",
         f"run.eval_every_steps={NUM_STEPS}",
