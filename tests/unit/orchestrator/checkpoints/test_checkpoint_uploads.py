@@ -75,9 +75,10 @@ def test_the_newest_that_waits_is_sent_and_what_is_being_sent_stays_on_disk(
 
 
 def test_a_spared_checkpoint_stays_there_too(checkpoints: CheckpointStore, remote: ObjectStore) -> None:
-    checkpoints.spared.add(1)
     for step in (1, 2, 3):
         checkpoints.begin_sending()
+        if step == 2:
+            checkpoints.spared.add(1)
         write(checkpoints, step)
         checkpoints.finish_sending()
     assert remote.steps() == [1, 3]
@@ -111,6 +112,10 @@ def test_a_file_is_tried_again_and_then_given_up_for_the_next_checkpoint(
     checkpoints.begin_sending()  # it is there
     checkpoints.finish_sending()
     assert not tries
+    write(checkpoints, 2)  # nobody sends any more
+    checkpoints.begin_sending()
+    checkpoints.finish_sending()
+    assert remote.steps() == [2]
 
 
 def fill(folder: Path, options: JsonObject, place: bytes, steps: Mapping[int, bool]) -> CheckpointStore:

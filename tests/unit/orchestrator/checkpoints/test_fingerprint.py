@@ -35,8 +35,10 @@ def test_other_options_are_refused_and_named_but_length_may_change(tmp_path: Pat
     assert make_store(tmp_path, longer).read(path).step == 7
     config = RunConfig()
     other = replace(config, trainer=replace(config.trainer, lora=replace(config.trainer.lora, rank=8)))
-    with pytest.raises(CheckpointError, match=r"trainer\.lora\.rank: 16 there, 8 now"):
-        make_store(tmp_path, other).read(path)
+    refused = make_store(tmp_path, other)
+    for attempt in (lambda: refused.read(path), lambda: refused.step_to_resume("x")):
+        with pytest.raises(CheckpointError, match=r"trainer\.lora\.rank: 16 there, 8 now"):
+            attempt()
 
 
 OTHER: dict[str, Any] = {
@@ -67,7 +69,7 @@ OTHER: dict[str, Any] = {
     "algorithm.distill_coef": 0.5,
     "data.path": "elsewhere.jsonl",
     "data.sources": ("a", "b"),
-    "data.weights": (1.0, 2.0),
+    "data.weights": (2.0, 1.0),
     "data.columns": {"prompt": "question"},
     "data.chat_template_kwargs": {"enable_thinking": False},
     "data.stream": True,

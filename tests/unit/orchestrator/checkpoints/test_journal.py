@@ -1,5 +1,6 @@
 """Locks: a journal gives back what was written, is its owner's alone, and counts only while processes wait."""
 
+import os
 import socket
 import threading
 from dataclasses import asdict, replace
@@ -56,13 +57,18 @@ def resumed(folder: RunFolder, **algorithm: object) -> RunConfig:
     return RunConfig(run=RunSection(resume=str(folder.root)), algorithm=AlgorithmConfig(**algorithm))
 
 
-def test_what_was_written_is_read_by_its_owner(folder: RunFolder) -> None:
+def test_what_was_written_is_read_by_its_owner(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = read_journal(folder)
     assert journal is not None and journal.state == READ
     assert (journal.ray.pid, journal.processes) == (4711, '{"name": "run"}')
     assert folder.journal.stat().st_mode & 0o777 == 0o600
     with alive(folder.root):
         assert read_journal(folder) is not None, "a start leaves it"
+    partial, flushed = folder.journal.with_suffix(".partial"), list[str]()
+    partial.write_text("x" * 9999)  # of a controller that was killed
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(os.readlink(f"/proc/self/fd/{number}")))
+    write_journal(folder, journal)
+    assert read_journal(folder) == journal and flushed == [str(partial)]
     text = folder.journal.read_text()
     folder.journal.write_text(text[: len(text) // 2])
     assert read_journal(folder) is None
@@ -78,7 +84,9 @@ def test_it_counts_while_processes_wait_and_options_are_the_same(folder: RunFold
         assert waits_for(resumed(folder, group_size=17)) is None
         assert how_it_ended(folder.root) == ("failed", KILLED + WAITS)
     assert (folder.root.parent / "private" / DOOR).exists(), "as kill -9 leaves it"
-    assert waits_for(resumed(folder)) is None
+    with socket.socket(socket.AF_UNIX) as another:
+        another.bind(str(folder.root.parent / "private" / f"{DOOR}s"))
+        assert waits_for(resumed(folder)) is None
     assert how_it_ended(folder.root) == ("failed", KILLED)
 
 

@@ -273,12 +273,11 @@ def test_another_format_is_refused(tmp_path: Path, given: int | None) -> None:
     (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     with pytest.raises(CheckpointError, match=f"has format {given}, this version reads 1"):
         store.read(path)
-    (path / "manifest.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="must hold a JSON object, got list"):
-        store.read(path)
-    (path / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        store.read(path)
+    for damage, problem in (("[]", "must hold a JSON object, got list"), ("{", "cannot be read"),
+                            ('{"files": []}', "its manifest lists no files")):  # fmt: skip
+        (path / "manifest.json").write_text(damage)
+        with pytest.raises(CheckpointError, match=problem):
+            store.read(path)
 
 
 def test_damage_in_every_checkpoint_is_listed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,14 @@ async def test_a_response_that_could_not_be_judged_is_not_asked_about(tmp_path: 
     await loop.run()
     assert loop.teacher.num_asked == 2 * 3
     assert [len(samples) for _, samples in loop.trainer.trained] == [3, 3]
+
+
+async def test_a_teacher_that_fails_on_every_third_group_is_asked_on(tmp_path: Path) -> None:
+    """On nine of 27, of which eight in a row would end the run."""
+    loop, asked = Loop(tmp_path, a_config(num_steps=9)), count()
+    loop.teacher = FakeTeacher(fails=lambda text: next(asked) // 2 % 3 == 0)
+    await loop.run()
+    assert [row["reward/failures"] for row in loop.rows[1:]] == [2] * 9
 
 
 async def test_a_teacher_that_fails_on_everything_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:

@@ -106,9 +106,12 @@ async def test_engines_keep_the_version_of_an_evaluation_where_they_can(tmp_path
     assert config.num_adapter_slots == 3 and beside().evaluates_beside
 
 
-@pytest.mark.parametrize(("mode", "kept"), [(SyncMode.adapter, [7, None]), (SyncMode.merged, [])])
+@pytest.mark.parametrize(
+    ("mode", "is_beside", "kept"),
+    [(SyncMode.adapter, True, [7, None]), (SyncMode.adapter, False, []), (SyncMode.merged, True, [])],
+)
 async def test_an_evaluation_lets_go_of_its_version_when_it_has_sampled_and_says_how_long_that_took(
-    mode: SyncMode, kept: list[int | None], monkeypatch: pytest.MonkeyPatch
+    mode: SyncMode, is_beside: bool, kept: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, asked = SimpleNamespace(now=100.0), []
     monkeypatch.setattr(evaluations, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -118,11 +121,12 @@ async def test_an_evaluation_lets_go_of_its_version_when_it_has_sampled_and_says
         return 2
 
     async def evaluate(version: int | None) -> dict[str, list[Group]]:
-        assert version == (7 if mode is SyncMode.adapter else None) and None not in asked
+        assert version == (7 if kept else None) and None not in asked
         clock.now += 3.5
         return {}
 
-    config = replace(beside(), weight_sync=WeightSyncConfig(mode=mode))
+    run = replace(beside().run, eval_beside=is_beside)
+    config = replace(beside(), weight_sync=WeightSyncConfig(mode=mode), run=run)
     services, sampler = (
         SimpleNamespace(router=SimpleNamespace(keep_version=keep_version)),
         SimpleNamespace(evaluate=evaluate),

@@ -1,6 +1,7 @@
 """Locks: what each of a step's updates learns from, what a version is then, and advantages over a batch."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +18,9 @@ from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages
 from slipstream.orchestrator.loop.ports import Stopwatch
 from slipstream.orchestrator.loop.samples import advantage_function, draft_samples, filled, scored
-from slipstream.orchestrator.loop.updates import combined, minibatches, score
+from slipstream.orchestrator.loop.updates import combined, minibatches, score, update
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
-from slipstream.trainer.types import OptimStats, Sample, Scores
+from slipstream.trainer.types import LossStats, OptimStats, Sample, Scores
 
 RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 
@@ -123,6 +124,30 @@ async def test_every_draft_has_the_scores_of_its_own_sample() -> None:
     trainer = SimpleNamespace(num_ranks=2, score=scores)
     drafts = await score(trainer, draft_samples(groups, AlgorithmConfig()), make_config(), 0)  # type: ignore[arg-type]
     assert [draft.sample.old_logprobs[-1] for draft in drafts] == [-4, -3, -2, -1]
+
+
+async def test_a_minibatch_without_samples_is_no_update() -> None:
+    """Two of three groups have samples. Two ranks share each microbatch."""
+    config = make_config(minibatches_per_step=3)
+    config = replace(config, trainer=replace(config.trainer, num_ranks=2, cp_size=2))
+    groups = [Group(Prompt(0, (1,), "a"), [Rollout([5], [-1.0], [0], "t", "stop")] * 2, [1.0, 0.0])] * 2
+    samples = build_samples(groups, AlgorithmConfig())
+    told: list[object] = []
+
+    async def forward_backward(batches: list[list[list[Sample]]], _: object) -> list[LossStats]:
+        told.append(batches)
+        return [LossStats({"loss/total_sum": 1.0, "loss/policy_sum": 3.0}, {})]
+
+    async def optimizer_step(*, ends_version: bool) -> OptimStats:
+        told.append(ends_version)
+        return OptimStats(1, 2.0, 0.1, is_finite=True)
+
+    trainer = SimpleNamespace(num_ranks=2, forward_backward=forward_backward, optimizer_step=optimizer_step)
+    parts = [samples[:2], samples[2:], []]
+    done = await update(trainer, parts, config, 0, np.random.default_rng(0), Stopwatch())  # type: ignore[arg-type]
+    assert told == [[[samples[:2]]] * 2, False, [[samples[2:]]] * 2, True]
+    assert (done.num_microbatches, done.num_applied) == (2, 2)
+    assert [stats.sums for stats in done.loss] == [{"loss/total_sum": 0.5, "loss/policy_sum": 1.5}] * 2
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_CASES)
