@@ -270,7 +270,10 @@ class Publisher:
         )
         self.disconnect([number for number in included if not report.replicas[number].committed])
         if self._bases.is_on and report.num_committed == len(included):
+            was_whole = self._bases.costs.is_whole_cheaper
             self._bases.costs.note(report, len(bindings))
+            if self._meeting.rank == 0 and self._bases.costs.is_whole_cheaper > was_whole:
+                logger.info("version %d: changes took longer than everything does: the next publish is whole", version)
         return report
 
     def disconnect(self, replicas: Collection[int]) -> None:
