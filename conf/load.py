@@ -226,8 +226,11 @@ def _check_choice(text: str, group: str, value: object, config_dir: Path | None)
         raise ConfigError(f"{text}: {group} is a section; set its options one by one, as in {_example_of(group)}")
     names = [choice.name for choice in group_choices(group, config_dir)]
     if str(value) not in names:
-        is_path = group == "model" and "/" in str(value)
-        hint = f"Did you mean model=checkpoint model.path={value}?" if is_path else did_you_mean(str(value), names)
+        hint = did_you_mean(str(value), names)
+        if group == "model" and "/" in str(value):
+            hint = f"Did you mean model=checkpoint model.path={value}?"
+        if group == "data" and re.search(r"[./:]", str(value)):
+            hint = f"Did you mean data=files data.path={value}?"
         if (earlier := explain(f"{group}={value}")) is not None:
             raise ConfigError(earlier)
         if group == "reward" and (":" in str(value) or str(value).endswith(".py")):

@@ -17,6 +17,7 @@ assistant's turn, or ends it as the next turn's header (turn_ends.py), which is 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -38,6 +39,7 @@ from slipstream.orchestrator.data.streams import Tokenized
 from slipstream.orchestrator.inputs.rows.answers import Answer, answer_of
 from slipstream.orchestrator.inputs.rows.turn_ends import end_after
 from slipstream.rollout.errors import DataError, RowTooLong
+from slipstream.rollout.rewards.answer_text import answer_text
 from slipstream.rollout.text.messages import Chat
 from slipstream.trainer.types import Sample
 
@@ -242,7 +244,7 @@ def says_something(turns: Turns) -> bool:
 
 def _asked_and_answered(row: JsonObject, where: str, config: DataConfig) -> tuple[str | Turns, str | Turns, str]:
     """(prompt, response, the response's column) of a row without messages. TRL calls the response `completion`, and
-    rows for rewards have an answer.
+    rows for rewards have an answer, which may be a number.
     """
     name = next((name for name in RESPONSES if name in row), RESPONSES[0])
     keys = ((config.prompt_key, "data.prompt_key"), (name, f"data.columns.{RESPONSES[0]}"))
@@ -253,6 +255,10 @@ def _asked_and_answered(row: JsonObject, where: str, config: DataConfig) -> tupl
                 f"{key!r} ({option}); the columns are {listed(row)}{other_names(row, with_answers=True)}"
             )
     prompt, response = (row[key] for key, _ in keys)
+    if isinstance(response, int | float):
+        with suppress(ValueError):
+            response = answer_text(response)
     if not (isinstance(prompt, str) and isinstance(response, str)):
-        prompt, response = (text_or_turns(row[key], f"{where}: column {key!r} ({option})") for key, option in keys)
+        given = zip((prompt, response), keys, strict=True)
+        prompt, response = (text_or_turns(one, f"{where}: column {key!r} ({option})") for one, (key, option) in given)
     return prompt, response, name

@@ -86,6 +86,7 @@ ASKED, SAID = ({"role": role, "content": text} for role, text in TURNS)
         {"prompt": [ASKED], "response": [SAID], "completion": "of another use"},
         {"prompt": "2+2?", "completion": [SAID]},
         {"prompt": [ASKED], "completion": "4"},
+        {"prompt": [ASKED], "answer": 4},
     ],
 )
 def test_a_prompt_and_a_completion_of_messages_are_a_conversation(folder, row):
