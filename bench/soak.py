@@ -2,11 +2,16 @@
 
     python bench/soak.py --steps 1000 --every 60           the quick start's model, an event every minute
     python bench/soak.py --steps 5000 --every 0            the same without events
+    python bench/soak.py --shape 30b --quiet 8 --for 540   two GPUs: all of Qwen3-30B-A3B, ended after nine minutes
 
 Every ten seconds it adds up, over all processes of the run, memory (each shared page counted once), descriptors,
 threads and listening ports, and counts files in /dev/shm of this user. Writes bench/results/soak-NAME.json with
 samples, events and the checks of chaos_matrix.py, and draws soak-NAME.png beside it. An event takes processes away for
 a while: it prints the medians of the first fifth of the samples after the start, and of the last fifth.
+
+`goodput` compares tokens trained a second, by the clock, from the last quiet step to the end with those of the quiet
+steps (--quiet, the first two left out); its losses by cause are the run's own figures. `returned` has, for each engine
+or worker that ended, when it served again and when the former throughput was back (bench/recovery_phases.py).
 """
 
 from __future__ import annotations
@@ -14,77 +19,167 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+from bench import recovery  # noqa: E402
 from bench.chaos_matrix import ALWAYS, MODULE, POLICY, RESULTS, checks_of  # noqa: E402
 from bench.environment import environment  # noqa: E402
+from bench.recovery_phases import recovery_of  # noqa: E402
+from slipstream.orchestrator.chaos.victims import victims_of  # noqa: E402
+from slipstream.orchestrator.control.control_folder import how_it_ended, is_alive  # noqa: E402
+from slipstream.orchestrator.files.goodput import goodput_of  # noqa: E402
 from slipstream.orchestrator.files.row_files import last_rows, read_rows  # noqa: E402
+from slipstream.orchestrator.files.run_folder import RunFolder  # noqa: E402
 
 SAMPLE_EVERY_S = 10.0
+WARM_UP_STEPS = 2
+RECOVERY_S = 40.0
+"""Before the end of --for the last event may begin."""
+STOP_S = 10.0
+STEADY_S, WINDOW_S = 20.0, 10.0
 FIGURES = ("memory_gb", "descriptors", "threads", "listening", "shm_files", "processes")
+SHAPES = {
+    "cpu": [*POLICY, *ALWAYS],
+    "30b": [
+        *recovery.SHAPES["30b"], *recovery.ENDLESS, *ALWAYS, "run.checkpoint_every_steps=0", "run.samples_per_step=16",
+        "rollout.max_restarts=100", "rollout.num_workers=1", "reward.kind=bench.loops.reward:is_even",
+    ],
+}  # fmt: skip
 
 
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="cpu")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--for", dest="for_s", type=float, help="end the run so many seconds after its command")
+    parser.add_argument("--quiet", type=int, default=1, help="steps before the first event")
     parser.add_argument("--every", type=float, default=60.0, help="seconds from one event to the next; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/soak"))
     parser.add_argument("--victims", default="engine,worker,trainer,reward")
+    parser.add_argument("--what", default="kill,stop,term")
+    parser.add_argument("--when", default="sampling,publish,verify,checkpoint,recovery")
     parser.add_argument("words", nargs="*", help="options of the run")
     arguments = parser.parse_args()
-    words = [*POLICY, *ALWAYS, f"run.dir={arguments.folder}", f"run.num_steps={arguments.steps}", *arguments.words]
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    with (arguments.folder / "said.txt").open("w") as said:
-        began = time.time()
-        run = subprocess.Popen([*MODULE, "train", *words], stdout=said, stderr=said, start_new_session=True)
-    folder, harm = arguments.folder / "latest", None
+    run, folder, began = begin(arguments)
+    harm: subprocess.Popen[bytes] | None = None
+    ending: subprocess.Popen[bytes] | None = None
     samples: list[dict[str, float]] = []
-    while run.poll() is None:
-        time.sleep(SAMPLE_EVERY_S)
+    while run.poll() is None or is_running(harm) or is_alive(folder.resolve()):
+        time.sleep(SAMPLE_EVERY_S if arguments.for_s is None else 1.0)
+        at = time.time() - began
         step = next((row["step"] for row in last_rows(folder / "metrics.jsonl", 1)), -1)
-        if arguments.every and harm is None and step >= 1:
-            series = ["--every", str(arguments.every), "--for", "1e9", "--seed", str(arguments.seed)]
-            ways = ["--what", "kill,stop,term", "--when", "sampling,publish,verify,checkpoint,recovery"]
-            harm = subprocess.Popen([*MODULE, "chaos", str(folder), arguments.victims, *series, *ways])
-        with suppress(psutil.Error):
-            samples.append({"at": time.time() - began, "step": step, **sample(psutil.Process(run.pid))})
-    if harm is not None:
-        harm.wait(600)
+        if arguments.every and harm is None and step >= arguments.quiet:
+            harm = begin_harm(arguments, folder, at)
+        if arguments.for_s is not None and ending is None and at >= arguments.for_s:
+            if harm is not None and is_running(harm):  # it would resume what is stopped
+                harm.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    harm.wait(STOP_S)
+                harm.kill()
+            ending = subprocess.Popen([*MODULE, "stop", str(folder)])
+        if not samples or at - samples[-1]["at"] >= SAMPLE_EVERY_S - 1:
+            samples.append({"at": at, "step": step, **sample(folder)})
+    write(arguments, folder, began, samples)
+
+
+def begin(arguments: argparse.Namespace) -> tuple[subprocess.Popen[bytes], Path, float]:
+    """The run's command, its folder, and when it was called."""
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    own = [f"run.dir={arguments.folder}", f"run.num_steps={arguments.steps}", *arguments.words]
+    with (arguments.folder / "said.txt").open("w") as said:
+        command = [*MODULE, "train", *SHAPES[arguments.shape], *own]
+        run = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+    return run, arguments.folder / "latest", time.time()
+
+
+def is_running(process: subprocess.Popen[bytes] | None) -> bool:
+    """Whether it has begun, and not ended."""
+    return process is not None and process.poll() is None
+
+
+def begin_harm(arguments: argparse.Namespace, folder: Path, at: float) -> subprocess.Popen[bytes]:
+    """The command that harms the run, so many seconds after the run's own."""
+    for_s = 1e9 if arguments.for_s is None else max(1.0, arguments.for_s - RECOVERY_S - at)
+    series = ["--every", str(arguments.every), "--for", str(for_s), "--seed", str(arguments.seed)]
+    ways = ["--what", arguments.what, "--when", arguments.when]
+    resume = ["--resume"] if "controller" in arguments.victims else []
+    return subprocess.Popen([*MODULE, "chaos", str(folder), arguments.victims, *series, *ways, *resume])
+
+
+def write(arguments: argparse.Namespace, folder: Path, began: float, samples: list[dict[str, float]]) -> None:
+    """The file of results, what is printed, and the picture."""
     events = read_rows(folder / "chaos.jsonl")
     result = {
         "environment": environment(), "arguments": {k: str(v) for k, v in vars(arguments).items()},
-        "exit_code": run.wait(), "seconds": time.time() - began, "checks": checks_of(folder, is_policy=True),
+        "end": how_it_ended(folder.resolve()), "seconds": time.time() - began,
+        "checks": checks_of(folder, is_policy=True), "goodput": goodput(folder, events),
+        "returned": [returned(folder, event) for event in events], "starts": read_rows(folder / "startup.jsonl"),
         "events": events, "samples": samples,
     }  # fmt: skip
     out = RESULTS.with_name(f"soak-{arguments.name}.json")
     out.write_text(json.dumps(result) + "\n")
-    draw(samples, [event["time"] - began for event in events], out.with_suffix(".png"))
-    print(json.dumps({name: result[name] for name in ("exit_code", "seconds", "checks")}, indent=1))
+    for event, back in zip(events, result["returned"], strict=True):
+        print(event, back)
+    print(json.dumps({name: result[name] for name in ("end", "seconds", "checks", "goodput")}, indent=1))
     print("figure: median of the first fifth of the samples after the start, of the last fifth")
     steady = [one for one in samples if one["step"] >= 1]
     fifth = max(1, len(steady) // 5)
     for name in FIGURES:
         early, late = (statistics.median(one[name] for one in part) for part in (steady[:fifth], steady[-fifth:]))
         print(f"{name}: {early:.4g}, {late:.4g}")
+    with suppress(ImportError):
+        draw(samples, [event["time"] - began for event in events], out.with_suffix(".png"))
 
 
-def sample(command: psutil.Process) -> dict[str, float]:
+def goodput(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Tokens trained a second, by the clock: of quiet steps, of those from the first event on, and their share. And
+    what the run's own figures say.
+    """
+    tokens = {row["step"]: row["trainer/num_tokens"] or 0 for row in read_rows(folder / "metrics.jsonl")}
+    ends = {row["step"]: row["to"] for row in read_rows(folder / "timeline.jsonl") if row["step"] in tokens}
+    own = goodput_of(read_rows(folder / "metrics.jsonl"))
+    found: dict[str, Any] = {"own": None if own is None else asdict(own)}
+    if not events or events[0]["step"] <= WARM_UP_STEPS:
+        return found
+    borders = (WARM_UP_STEPS, events[0]["step"], max(ends))
+    for name, first, last in zip(("quiet", "harmed"), borders, borders[1:], strict=False):
+        trained = sum(tokens[step] for step in range(first + 1, last + 1))
+        found |= {f"{name}_steps": last - first, f"{name}_tokens_per_s": trained / (ends[last] - ends[first])}
+    return found | {"beside_quiet": found["harmed_tokens_per_s"] / found["quiet_tokens_per_s"]}
+
+
+def returned(folder: Path, event: Mapping[str, Any]) -> dict[str, Any] | None:
+    """When the engine or worker of an event that ended it served again; None: nobody ended, or it sampled nothing."""
+    kind, _, number = event["victim"].partition("-")
+    if kind not in ("engine", "worker") or event["what"] == "stop" or not event["pids"]:
+        return None
+    rows = read_rows(folder / "fleet.jsonl")
+    found = recovery_of(rows, int(number), event["time"], steady_s=STEADY_S, window_s=WINDOW_S)
+    names = ("phases", "returned_s", "first_token_s", "former_tokens_per_s", "former_windows_tokens_per_s")
+    return {name: found.get(name) for name in names}
+
+
+def sample(folder: Path) -> dict[str, float]:
     """All processes of the run together."""
     found: dict[str, float] = dict.fromkeys(FIGURES, 0.0)
-    for process in [command, *command.children(recursive=True)]:
+    for process in processes_of(folder):
         with suppress(psutil.Error):
             found["memory_gb"] += process.memory_full_info().pss / 1e9
             found["descriptors"] += process.num_fds()
@@ -93,6 +188,16 @@ def sample(command: psutil.Process) -> dict[str, float]:
             found["processes"] += 1
     with suppress(OSError):
         found["shm_files"] = sum(one.stat().st_uid == os.geteuid() for one in Path("/dev/shm").iterdir())
+    return found
+
+
+def processes_of(folder: Path) -> set[psutil.Process]:
+    """Also of a run whose command was killed: what holds a file of it open, and what descends from that."""
+    found: set[psutil.Process] = set()
+    for victim in victims_of(RunFolder(folder)):
+        for process in victim.processes:
+            with suppress(psutil.Error):
+                found |= {process, *process.children(recursive=True)}
     return found
 
 

@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from dataclasses import astuple
+from operator import sub
 from typing import TypeVar
 
 import torch
@@ -108,18 +109,23 @@ class TrainerRank:
 
     def load(self) -> JsonObject:
         """Build the decoder, fill its weights, set up the optimizer. Returns facts for the log."""
-        started, options, trainer = time.perf_counter(), self._options, self._options.trainer
+        times, options, trainer = [time.perf_counter()], self._options, self._options.trainer
         spec = read_config(options.hf_config, trainer.numerics.places.mla_norm_eps)
         layout = ParallelLayout.create(options.world_size, trainer.ep_size, self._rank, self._device, trainer.cp_size)
         dtype = getattr(torch, options.model.dtype.value)
         rounding_seed = options.seed if options.weight_sync.rounding is MergeRounding.dithered else None
+        by = choose_forward(spec, dtype, trainer, self._device, options.weight_sync.mode, options.engine_ranks)
+        times.append(time.perf_counter())
         decoder = build_decoder(
-            spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout, rounding_seed=rounding_seed,
-            by=choose_forward(spec, dtype, trainer, self._device, options.weight_sync.mode, options.engine_ranks),
+            spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout, rounding_seed=rounding_seed, by=by,
             may_be_whole=True,
         )  # fmt: skip
+        times.append(time.perf_counter())
         reader = open_reader(options.model, spec, seed=options.seed, device=self._device)
         report = load_weights(decoder, reader, seed=options.seed)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        times.append(time.perf_counter())
         is_full, lora = trainer.mode is TrainMode.full, trainer.lora
         starts_from_base = not is_full and lora.init_from is None
         num_unadapted = 0 if is_full or lora.init_from is None else load_adapter(decoder, lora.init_from)
@@ -171,7 +177,7 @@ class TrainerRank:
             "unadapted_matrices": num_unadapted,
             "mtp_tensors": report.num_mtp_tensors,
             "state_bytes": self._states.num_bytes,
-            "load_s": time.perf_counter() - started,
+            "load_parts_s": dict(zip(("kernels", "decoder", "weights"), map(sub, times[1:], times), strict=False)),
         }
 
     def warm_up(self, lengths: list[int]) -> dict[str, float]:

@@ -145,12 +145,12 @@ class RankStates:
         self._kept.settle()
         return None if self._learner.is_in_a_step else self._learner.policy_version
 
-    def load_kept(self, keeper: Address, number: int) -> None:
-        """Continue from a state that keep() sent. Raises as load_state(), and:
+    def load_kept(self, keeper: Address, number: int, taken: memoryview | None = None) -> None:
+        """Continue from a state that keep() sent; `taken`: it is here already. Raises as load_state(), and:
 
         OSError: the keeper does not give it.
         """
-        data = take(keeper, self._options.sync_key, self._rank, number)
+        data = take(keeper, self._options.sync_key, self._rank, number) if taken is None else taken
         self._restore("state in memory", partial(read_rank_state_parts, data))
 
     def _restore(self, what: str, read: Callable[[int, JsonObject, dict[str, list[int]]], State]) -> None:

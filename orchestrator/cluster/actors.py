@@ -30,7 +30,7 @@ from slipstream.rollout.crash_reports import report_crashes
 from slipstream.rollout.engine.engine_options import set_engine_environment
 from slipstream.rollout.in_vllm import fork_server
 from slipstream.rollout.worker_process import WorkerOptions, WorkerProcess, log_to_stderr
-from slipstream.trainer.checkpoint.keeper import Address, Keeper, Readiness
+from slipstream.trainer.checkpoint.keeper import Address, Keeper, Readiness, Taking
 from slipstream.weight_sync.gc_freeze import frozen_imports
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class TrainerActor:
         report_crashes(self._report)
         self._started: TrainerRank | None = None
         self._reserved: socket.socket | None = None
+        self._taking: Taking | None = None
 
     @property
     def _rank(self) -> TrainerRank:
@@ -74,8 +75,13 @@ class TrainerActor:
         return f"tcp://{host}:{self._reserved.getsockname()[1]}"
 
     @ray.method
-    def prepare(self) -> None:
-        """Import what a rank needs, PyTorch above all."""
+    def prepare(self, kept: tuple[Address, bytes, int, int] | None) -> None:
+        """Import what a rank needs, PyTorch above all. The state that load_kept() will ask for comes meanwhile.
+
+        Args:
+            kept: Taking's arguments.
+        """
+        self._taking = None if kept is None else Taking(*kept)
         with frozen_imports():
             import_module("slipstream.trainer.rank")
 
@@ -101,6 +107,11 @@ class TrainerActor:
         """A method of this class, of the rank, its states or its delivery; RayTrainerGroup has their types."""
         holder = next(one for one in (self, self._rank, self._rank.states, self._rank.delivery) if hasattr(one, what))
         return getattr(holder, what)(*arguments)
+
+    def load_kept(self, keeper: Address, number: int) -> None:
+        """RankStates.load_kept, once with what prepare() began to take."""
+        taking, self._taking = self._taking, None
+        self._rank.states.load_kept(keeper, number, None if taking is None else taking.of(keeper, number))
 
     def optimizer_step(self, ends_version: bool, keep_as: int | None) -> tuple[OptimStats, Readiness]:
         """TrainerRank.optimizer_step; then RankStates.keep, if the state has a number."""

@@ -102,7 +102,8 @@ class Rebirth:
     """See the module's docstring.
 
     Args:
-        start: starts all ranks for the n-th time (0: the first) and loads the model on them.
+        start: starts all ranks for the n-th time (0: the first) and loads the model on them. Each is told where its
+            state is, and its number: it comes meanwhile.
         keepers: hold the states.
         on_all: makes one call on all ranks.
         max_restarts: of all ranks together, in this run.
@@ -112,7 +113,7 @@ class Rebirth:
     def __init__(
         self,
         cluster: RayCluster,
-        start: Callable[[int], Awaitable[Ranks]],
+        start: Callable[[int, Sequence[tuple[Address, int]]], Awaitable[Ranks]],
         keepers: Keepers,
         on_all: Callable[[Ranks, str, Arguments, float], Awaitable[list[Any]]],
         *,
@@ -270,7 +271,7 @@ class Rebirth:
             if number < max(self._num_kept - 1, self._first):
                 raise TrainingStopped(f"{error}. No state of its last steps is left: go on with slipstream resume")
             try:
-                starting = self._start(self._num_begun)
+                starting = self._start(self._num_begun, [(keeper, number) for keeper in keepers])
                 ranks = await wait_for(starting, "trainer ranks to start again", timeout_s=self._start_timeout_s)
                 started_s = time.monotonic() - began
                 again = await self._bring_up_to_date(ranks, number, keepers)

@@ -23,6 +23,7 @@ from slipstream.orchestrator.cluster.rebirth import LivingRanks, Ranks, Rebirth
 from slipstream.orchestrator.environment import RunDevice
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.startup import Startup
+from slipstream.trainer.checkpoint.keeper import Address
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.step.warm_up import full_microbatch
 
@@ -68,10 +69,10 @@ async def start_trainer_ranks(
         engine_ranks=config.rollout.tp_size,
     )
 
-    async def start(life: int) -> Ranks:
-        return await _start(config, cluster, options, bundles, life, is_one_node=is_one_node, startup=startup)
+    async def start(life: int, kept: Sequence[tuple[Address, int]]) -> Ranks:
+        return await _start(config, cluster, options, bundles, life, kept, is_one_node=is_one_node, startup=startup)
 
-    ranks = await start(0) if left is None else await _found(cluster, left)
+    ranks = await start(0, ()) if left is None else await _found(cluster, left)
     rebirth = Rebirth(
         cluster,
         start,
@@ -106,6 +107,7 @@ async def _start(
     options: TrainerOptions,
     bundles: Sequence[int],
     life: int,
+    kept: Sequence[tuple[Address, int]],
     *,
     is_one_node: bool,
     startup: Startup,
@@ -114,6 +116,7 @@ async def _start(
 
     Args:
         life: how often they were started before.
+        kept: each one's keeper, and the number of its state that will be asked for; none in the first life.
     """
     names = [f"trainer-{rank}{f'.{life}' if life else ''}" for rank in range(len(bundles))]
     if life:  # Ray frees a dead actor's name late
@@ -144,7 +147,10 @@ async def _start(
             for name, bundle in zip(names, bundles, strict=True):
                 actors.append(await cluster.new_actor(TrainerActor, name, bundle, num_gpus=config.gpus_of_rank))
             picked = actors[0].pick_rendezvous.remote(is_one_node)
-            prepared = [actor.prepare.remote() for actor in actors]
+            states = [(keeper, options.sync_key, rank, number) for rank, (keeper, number) in enumerate(kept)]
+            prepared = [
+                actor.prepare.remote(state) for actor, state in zip(actors, states or [None] * len(actors), strict=True)
+            ]
             rendezvous = await cluster.result_of(picked, names[0], TrainingStopped)
             starts = [start(rank, rendezvous) for rank in range(len(actors))]
             facts = await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s)
@@ -152,7 +158,8 @@ async def _start(
         if life:
             for name in names:
                 startup.came_back(name)
-    logger.info("trainer ranks are processes %s", ", ".join(str(one["pid"]) for one in facts))
+    parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in facts[0]["load_parts_s"].items())
+    logger.info("trainer ranks are processes %s; loaded: %s", ", ".join(str(one["pid"]) for one in facts), parts)
     return Ranks(actors, names, facts)
 
 

@@ -151,6 +151,20 @@ def take(address: Address, key: bytes, rank: int, number: int) -> memoryview:
         return state
 
 
+class Taking:
+    """take(), beside what the process does meanwhile: a rank that is started again imports and loads for longer than
+    its state takes.
+    """
+
+    def __init__(self, address: Address, key: bytes, rank: int, number: int) -> None:
+        self._of = address, number
+        self._state = ThreadPoolExecutor(1).submit(take, address, key, rank, number)
+
+    def of(self, address: Address, number: int) -> memoryview | None:
+        """The state, if it is this one. Raises as take()."""
+        return self._state.result() if self._of == (address, number) else None
+
+
 @contextmanager
 def _asking(address: Address, key: bytes, **request: object) -> Generator[tuple[Connection, socket.socket]]:
     """A connection on which a request was sent, and its socket."""

@@ -10,7 +10,7 @@ import pytest
 from cases.rank_helpers import SYNC_KEY, are_equal, count, make_rank, make_samples, step, values_of
 
 from slipstream.conf.schema import DType, OptimConfig, OptimState
-from slipstream.trainer.checkpoint.keeper import Keeper, Readiness, hold
+from slipstream.trainer.checkpoint.keeper import Keeper, Readiness, hold, take
 from slipstream.trainer.checkpoint.rank_state import write_rank_state
 from slipstream.trainer.errors import CheckpointError
 from slipstream.trainer.rank import TrainerRank
@@ -49,7 +49,7 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
     reborn = make_rank()
     with pytest.raises(OSError, match="broke off"):
         reborn.states.load_kept(keeper.address, 1)
-    reborn.states.load_kept(keeper.address, 2)
+    reborn.states.load_kept(("nowhere", 0), 2, take(keeper.address, SYNC_KEY, 0, 2))
     assert reborn.policy_version == 2 and are_equal(values_of(reborn), after[2])
     keep_step(reborn, 3)
     assert are_equal(values_of(reborn), after[3])

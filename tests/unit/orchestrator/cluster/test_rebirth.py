@@ -75,6 +75,8 @@ class Cast:
         """Of each state."""
         self.ended: list[Actor] = []
         self.lives: list[list[Actor]] = []
+        self.told: list[list[tuple[tuple[str, int], int]]] = []
+        """The states that ranks were told of, per life."""
         self.start_fails = 0
         self.no_keeper: Exception | None = None
         self.lack = lack
@@ -88,12 +90,13 @@ class Cast:
         await group.outlive_ranks()
         return group
 
-    async def start(self, life: int) -> Ranks:
+    async def start(self, life: int, kept: Sequence[tuple[tuple[str, int], int]] = ()) -> Ranks:
         if life and self.start_fails:
             self.start_fails -= 1
             raise WaitTimeout("gave up waiting for trainer ranks to start")
         actors = [Actor(self, f"trainer-{rank}{f'.{life}' * bool(life)}") for rank in range(2)]
         self.lives.append(actors)
+        self.told.append(list(kept))
         return Ranks(actors, [actor.name for actor in actors], [{"state_bytes": 5, "node": "n"}] * 2)  # type: ignore[arg-type]
 
     async def result_of(self, answer: Any, who: str, _: type) -> Any:
@@ -166,6 +169,7 @@ async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_
     assert cast.ended == cast.lives[0], "the others, too"
     assert cast.names(1) == ["load_kept", "connect", "keep_states", "forward_backward", "optimizer_step"]
     assert cast.lives[1][1].calls[0] == ("load_kept", ADDRESS, 3)
+    assert cast.told == [[], [(ADDRESS, 3), (ADDRESS, 3)]]
     assert cast.lives[1][1].calls[1] == ("connect", ["tcp://a", "tcp://b"], [], [])
     assert cast.lives[1][1].calls[-1] == ("optimizer_step", True, 4)
     said = caplog.text

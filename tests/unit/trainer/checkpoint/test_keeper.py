@@ -9,7 +9,7 @@ from multiprocessing.connection import Client
 import pytest
 
 from slipstream.trainer.checkpoint import keeper as keeper_module
-from slipstream.trainer.checkpoint.keeper import Keeper, hold, take
+from slipstream.trainer.checkpoint.keeper import Keeper, Taking, hold, take
 
 KEY = b"the run's key"
 
@@ -31,7 +31,8 @@ def test_each_rank_gets_its_own_state_of_a_step_back(keeper: Keeper) -> None:
     send(keeper, 1, b"another", rank=1)
     assert keeper.kept() == {0: [1], 1: [1]}
     assert take(keeper.address, KEY, 0, 1) == b"head" + large
-    assert take(keeper.address, KEY, 1, 1) == b"another"
+    taking = Taking(keeper.address, KEY, 1, 1)
+    assert (taking.of(keeper.address, 2), taking.of(keeper.address, 1)) == (None, b"another")
 
 
 def test_a_state_stays_until_the_second_one_after_it_comes(keeper: Keeper) -> None:
