@@ -10,8 +10,8 @@ samples, events and the checks of chaos_matrix.py, and draws soak-NAME.png besid
 a while: it prints the medians of the first fifth of the samples after the start, and of the last fifth.
 
 `goodput` compares tokens trained a second, by the clock, from the last quiet step to the end with those of the quiet
-steps (--quiet, the first two left out); its losses by cause are the run's own figures. `returned` has, for each engine
-or worker that ended, when it served again and when the former throughput was back (bench/recovery_phases.py).
+steps (--quiet, the first two left out); its losses by cause are the run's own figures. `returned` has, for each event,
+when steps were as quick as quiet ones, and when the fleet's former throughput was back (bench/recovery_phases.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ sys.path[0] = str(ROOT)
 from bench import recovery  # noqa: E402
 from bench.chaos_matrix import ALWAYS, MODULE, POLICY, RESULTS, checks_of  # noqa: E402
 from bench.environment import environment  # noqa: E402
-from bench.recovery_phases import recovery_of  # noqa: E402
+from bench.recovery_phases import SHARE, recovery_of  # noqa: E402
 from slipstream.orchestrator.chaos.victims import victims_of  # noqa: E402
 from slipstream.orchestrator.control.control_folder import how_it_ended, is_alive  # noqa: E402
 from slipstream.orchestrator.files.goodput import goodput_of  # noqa: E402
@@ -93,10 +93,11 @@ def main() -> None:
                 with suppress(subprocess.TimeoutExpired):
                     harm.wait(STOP_S)
                 harm.kill()
+            write(arguments, folder, began, samples)  # its end may take longer than there is time
             ending = subprocess.Popen([*MODULE, "stop", str(folder)])
         if not samples or at - samples[-1]["at"] >= SAMPLE_EVERY_S - 1:
             samples.append({"at": at, "step": step, **sample(folder)})
-    write(arguments, folder, began, samples)
+    show(write(arguments, folder, began, samples), began)
 
 
 def begin(arguments: argparse.Namespace) -> tuple[subprocess.Popen[bytes], Path, float]:
@@ -123,19 +124,29 @@ def begin_harm(arguments: argparse.Namespace, folder: Path, at: float) -> subpro
     return subprocess.Popen([*MODULE, "chaos", str(folder), arguments.victims, *series, *ways, *resume])
 
 
-def write(arguments: argparse.Namespace, folder: Path, began: float, samples: list[dict[str, float]]) -> None:
-    """The file of results, what is printed, and the picture."""
+def write(arguments: argparse.Namespace, folder: Path, began: float, samples: list[dict[str, float]]) -> dict[str, Any]:
+    """Everything that is known, into the file of results."""
     events = read_rows(folder / "chaos.jsonl")
     result = {
         "environment": environment(), "arguments": {k: str(v) for k, v in vars(arguments).items()},
         "end": how_it_ended(folder.resolve()), "seconds": time.time() - began,
         "checks": checks_of(folder, is_policy=True), "goodput": goodput(folder, events),
-        "returned": [returned(folder, event) for event in events], "starts": read_rows(folder / "startup.jsonl"),
-        "events": events, "samples": samples,
+        "returned": [returned(folder, event, events[0]["step"]) for event in events],
+        "starts": read_rows(folder / "startup.jsonl"), "events": events, "samples": samples,
     }  # fmt: skip
-    out = RESULTS.with_name(f"soak-{arguments.name}.json")
-    out.write_text(json.dumps(result) + "\n")
-    for event, back in zip(events, result["returned"], strict=True):
+    file_of(arguments.name).write_text(json.dumps(result) + "\n")
+    return result
+
+
+def file_of(name: str) -> Path:
+    """Where the results of this name are."""
+    return RESULTS.with_name(f"soak-{name}.json")
+
+
+def show(result: Mapping[str, Any], began: float) -> None:
+    """Print what came of it, and draw the picture."""
+    samples = result["samples"]
+    for event, back in zip(result["events"], result["returned"], strict=True):
         print(event, back)
     print(json.dumps({name: result[name] for name in ("end", "seconds", "checks", "goodput")}, indent=1))
     print("figure: median of the first fifth of the samples after the start, of the last fifth")
@@ -145,7 +156,8 @@ def write(arguments: argparse.Namespace, folder: Path, began: float, samples: li
         early, late = (statistics.median(one[name] for one in part) for part in (steady[:fifth], steady[-fifth:]))
         print(f"{name}: {early:.4g}, {late:.4g}")
     with suppress(ImportError):
-        draw(samples, [event["time"] - began for event in events], out.with_suffix(".png"))
+        out = file_of(result["arguments"]["name"]).with_suffix(".png")
+        draw(samples, [event["time"] - began for event in result["events"]], out)
 
 
 def goodput(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,15 +177,22 @@ def goodput(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     return found | {"beside_quiet": found["harmed_tokens_per_s"] / found["quiet_tokens_per_s"]}
 
 
-def returned(folder: Path, event: Mapping[str, Any]) -> dict[str, Any] | None:
-    """When the engine or worker of an event that ended it served again; None: nobody ended, or it sampled nothing."""
+def returned(folder: Path, event: Mapping[str, Any], num_quiet: int) -> dict[str, Any]:
+    """Seconds from the blow to the first step that takes no longer than quiet ones; and, of an engine or worker that
+    ended, to the fleet's former throughput, by phases.
+    """
+    steps = read_rows(folder / "timeline.jsonl")
+    quiet_s = [row["to"] - row["from"] for row in steps if WARM_UP_STEPS < row["step"] <= num_quiet]
+    most_s = statistics.median(quiet_s or [0.0]) / SHARE
+    later = (row["from"] - event["time"] for row in steps if row["to"] - row["from"] <= most_s)
+    quick = {"quick_step_s": next((at for at in later if at > 0), None)}
     kind, _, number = event["victim"].partition("-")
     if kind not in ("engine", "worker") or event["what"] == "stop" or not event["pids"]:
-        return None
+        return quick
     rows = read_rows(folder / "fleet.jsonl")
     found = recovery_of(rows, int(number), event["time"], steady_s=STEADY_S, window_s=WINDOW_S)
     names = ("phases", "returned_s", "first_token_s", "former_tokens_per_s", "former_windows_tokens_per_s")
-    return {name: found.get(name) for name in names}
+    return quick | {name: found.get(name) for name in names}
 
 
 def sample(folder: Path) -> dict[str, float]:
