@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -131,7 +132,10 @@ def write(arguments: argparse.Namespace, folder: Path, began: float, samples: li
         "environment": environment(), "arguments": {k: str(v) for k, v in vars(arguments).items()},
         "end": how_it_ended(folder.resolve()), "seconds": time.time() - began,
         "checks": checks_of(folder, is_policy=True), "goodput": goodput(folder, events),
-        "returned": [returned(folder, event, events[0]["step"]) for event in events],
+        "returned": [
+            returned(folder, event, then["time"], events[0]["step"])
+            for event, then in zip(events, [*events[1:], {"time": math.inf}], strict=True)
+        ],
         "starts": read_rows(folder / "startup.jsonl"), "events": events, "samples": samples,
     }  # fmt: skip
     file_of(arguments.name).write_text(json.dumps(result) + "\n")
@@ -177,9 +181,9 @@ def goodput(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     return found | {"beside_quiet": found["harmed_tokens_per_s"] / found["quiet_tokens_per_s"]}
 
 
-def returned(folder: Path, event: Mapping[str, Any], num_quiet: int) -> dict[str, Any]:
-    """Seconds from the blow to the first step that takes no longer than quiet ones; and, of an engine or worker that
-    ended, to the fleet's former throughput, by phases.
+def returned(folder: Path, event: Mapping[str, Any], until: float, num_quiet: int) -> dict[str, Any]:
+    """Before the next event, seconds from the blow to the first step that takes no longer than quiet ones; and, of an
+    engine or worker that it ended, to the fleet's former throughput, by phases.
     """
     steps = read_rows(folder / "timeline.jsonl")
     quiet_s = [row["to"] - row["from"] for row in steps if WARM_UP_STEPS < row["step"] <= num_quiet]
@@ -189,7 +193,7 @@ def returned(folder: Path, event: Mapping[str, Any], num_quiet: int) -> dict[str
     kind, _, number = event["victim"].partition("-")
     if kind not in ("engine", "worker") or event["what"] == "stop" or not event["pids"]:
         return quick
-    rows = read_rows(folder / "fleet.jsonl")
+    rows = [row for row in read_rows(folder / "fleet.jsonl") if row["time"] < until]
     found = recovery_of(rows, int(number), event["time"], steady_s=STEADY_S, window_s=WINDOW_S)
     names = ("phases", "returned_s", "first_token_s", "former_tokens_per_s", "former_windows_tokens_per_s")
     return quick | {name: found.get(name) for name in names}
