@@ -8,8 +8,6 @@ Invariants: a row has the time at which its event happened, in seconds since 197
 worker is up, so the file is not in order of time. `time` of a worker's own events is by the clock of its machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -17,13 +15,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from slipstream.fleet.replicas import ReplicaState
-
-if TYPE_CHECKING:
-    from slipstream.fleet.replicas import Replica
-    from slipstream.rollout.types import Progress
+from slipstream.fleet.replicas import Replica, ReplicaState
+from slipstream.rollout.types import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -8,19 +8,14 @@ worker goes (scaling.py), nor what machines there are (`look` is handed in).
 Invariant: a worker that failed too often stays out, and none takes its place: it would fail as well, on and on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from slipstream.conf.failures import outcome_when_done
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.roster import Roster
-
-if TYPE_CHECKING:
-    from slipstream.fleet.scaling import Scaling
+from slipstream.fleet.scaling import Scaling
 
 logger = logging.getLogger(__name__)
 FOLLOW_EVERY_S = 5.0

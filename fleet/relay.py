@@ -16,14 +16,11 @@ that fails costs its reader alone. Every call has a deadline, and every round ta
 a publish ends after as many rounds as a node has replicas.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from slipstream.conf.failures import raised_as
 from slipstream.fleet.replicas import Replica
@@ -31,9 +28,7 @@ from slipstream.fleet.supervisor import Supervisor
 from slipstream.fleet.waiting import wait_for
 from slipstream.weight_sync.errors import ReplicaDirty, WeightSyncError
 from slipstream.weight_sync.publish.report import PublishReport, ReplicaReport, joined
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.replica.recovery import Pulled
+from slipstream.weight_sync.replica.recovery import Pulled
 
 logger = logging.getLogger(__name__)
 

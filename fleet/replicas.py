@@ -5,21 +5,17 @@ Owns: the facts about a worker, and the notes, also those of a publish and of a 
 writes here), who reads from whom in a publish (relay.py), or the worker behind the protocol (ray_handles.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from slipstream.conf.failures import outcome_when_done
 from slipstream.fleet.errors import WaitTimeout
 from slipstream.fleet.waiting import wait_for
 from slipstream.rollout.worker_verbs import RolloutVerbs
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.replica.recovery import Offer, Pulled
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 
 class RolloutHandle(RolloutVerbs, Protocol):

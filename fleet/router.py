@@ -7,23 +7,18 @@ its end on another one. Does not own: the state of a replica and who may serve
 Invariant: a request goes only to a replica that serves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.errors import WaitTimeout
 from slipstream.fleet.replicas import Replica, ReplicaState
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.fleet.waiting import wait_for
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.weight_sync.errors import ReplicaDirty
-
-if TYPE_CHECKING:
-    from slipstream.conf.schema import SamplingConfig
 
 logger = logging.getLogger(__name__)
 

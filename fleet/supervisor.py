@@ -19,12 +19,9 @@ replicas go on serving during a publish, while it has missed at most `max_missed
 When no replica serves, the controller publishes the present version to `pending` replicas at once (`Roster.stranded`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 from slipstream.fleet.fleet_log import FleetEvent, FleetRow
 from slipstream.fleet.following import follow
@@ -32,10 +29,8 @@ from slipstream.fleet.replicas import Held, Replica, ReplicaState, RolloutHandle
 from slipstream.fleet.roster import Roster
 from slipstream.fleet.scaling import MakeRoom, Room, Scaling
 from slipstream.fleet.starts import Starts
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.publish.report import ReplicaReport
-    from slipstream.weight_sync.replica.recovery import Offer
+from slipstream.weight_sync.publish.report import ReplicaReport
+from slipstream.weight_sync.replica.recovery import Offer
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,10 @@ of expert e). A reader that takes it for the slowest finds the same shape, raise
 columns of other experts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,6 +28,7 @@ from slipstream.conf.schema import LoraConfig
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.errors import CheckpointError
 from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import local_part, whole
 from slipstream.trainer.weights.adapter_names import PREFIX
@@ -48,9 +46,6 @@ from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 from slipstream.weight_sync.publish.byte_collectives import all_gather_bytes
 from slipstream.weight_sync.typed_msgpack import pack, unpack
-
-if TYPE_CHECKING:
-    from slipstream.trainer.model.decoder import Decoder
 
 SINGLE_FILE = "model.safetensors"
 MAX_FILE_BYTES = 4 << 30

@@ -6,14 +6,12 @@ they do (actors.py), or the calls to a rollout worker, which do not pass through
 Invariant: weights never pass through the object store, only batches do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from slipstream.conf.plural import counted
 from slipstream.fleet.errors import FleetError
@@ -27,9 +25,7 @@ from slipstream.rollout.worker_verbs import WorkerClient
 from slipstream.trainer.checkpoint.keeper import Readiness
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 from slipstream.weight_sync.calls.connection import Connection
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.report import PublishReport
 
 T = TypeVar("T")
 

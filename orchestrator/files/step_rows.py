@@ -7,12 +7,9 @@ a row goes (telemetry.py). Invariants: a row has every name of the catalogue, No
 name outside of it is refused.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,9 +25,7 @@ from slipstream.rollout.agents.token_tree import REASONS
 from slipstream.rollout.branches import branches_of
 from slipstream.rollout.types import Group, Rollout
 from slipstream.trainer.types import LossStats, OptimStats
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.report import PublishReport
 
 
 @dataclass(slots=True)

@@ -12,20 +12,15 @@ Invariants: `from` and `to` are seconds since 1970 by the controller's clock, ti
 below 0 where a span began in an earlier step. A span is in the row of the step in which it ended.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slipstream.conf.json_files import JsonObject
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.report import PublishReport
 
 TRAINER = "trainer"
 REWARDS = "rewards"

@@ -32,14 +32,12 @@ ends the run; a failure of the trainer leaves nothing to save, and the run ends 
 Needs neither torch nor vLLM in its process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -62,9 +60,7 @@ from slipstream.orchestrator.loop.samples import Draft, advantage_function, draf
 from slipstream.orchestrator.loop.step_loop import StepLoop
 from slipstream.orchestrator.loop.updates import score, update
 from slipstream.trainer.types import OptimStats
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.report import PublishReport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -4,15 +4,14 @@ Owns: the protocols, `LoopServices` (all of them together) and a stopwatch. Does
 worker (replicas.py).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.loop_state import RunState
@@ -20,14 +19,10 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import TRAINER, Activities
+from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.types import Judgement, Prompt, Rollout
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
-
-if TYPE_CHECKING:
-    from slipstream.conf.schema import SamplingConfig
-    from slipstream.rollout.agents.episode_runner import FinishedEpisode
-    from slipstream.weight_sync.publish.report import PublishReport
-
+from slipstream.weight_sync.publish.report import PublishReport
 
 T = TypeVar("T")
 

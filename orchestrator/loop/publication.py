@@ -7,20 +7,15 @@ who takes part and who serves afterwards (supervisor), the writes (trainer), who
 Invariant: what fails on one replica takes out that replica alone. Only a lost trainer raises.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from slipstream.conf.schema import Relay, SyncMode, WeightSyncConfig
 from slipstream.fleet.relay import publish_by_relay
 from slipstream.fleet.replicas import Replica
 from slipstream.orchestrator.loop.ports import LoopServices
 from slipstream.weight_sync.errors import WeightSyncError
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.report import PublishReport
 
 logger = logging.getLogger(__name__)
 

@@ -14,17 +14,12 @@ first batch is taken. A worker that does not answer is left out: batches then be
 one is taken.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING
 
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.roster import Roster
 from slipstream.orchestrator.loop.buffer import GroupBuffer
-
-if TYPE_CHECKING:
-    from slipstream.fleet.roster import Roster
 
 ASK_EVERY_S = 0.25
 ANSWER_WITHIN_S = 2.0

@@ -11,14 +11,11 @@ when an evaluation is due (controller), which group belongs to which batch (buff
 Invariant: a failure to sample ends `run`; the buffer raises it between two steps, and nothing else does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from slipstream.conf.schema import RunConfig, SamplingConfig
 from slipstream.fleet.waiting import together, wait_for
@@ -28,10 +25,8 @@ from slipstream.orchestrator.files.timeline import REWARDS
 from slipstream.orchestrator.loop.buffer import GroupBuffer, Ticket
 from slipstream.orchestrator.loop.ports import LoopServices
 from slipstream.orchestrator.loop.unjudged import Unjudged, most_in_a_row
+from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.types import Group, Judgement, Prompt
-
-if TYPE_CHECKING:
-    from slipstream.rollout.agents.episode_runner import FinishedEpisode
 
 
 class Sampler:

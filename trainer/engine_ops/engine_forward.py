@@ -8,11 +8,9 @@ engine's bit by bit (docs/parity.md). Gradients are those of the trainer's own k
 sinks, windows or shared experts are refused before (conf.model_checks).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +23,8 @@ from slipstream.trainer.engine_ops.published_weights import (
     published_experts,
     published_linears,
 )
+from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
+from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attention import GroupedQueryAttention
 from slipstream.trainer.model.dense_mlp import DenseMlp
@@ -34,10 +34,6 @@ from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.moe.block import MoeBlock
 from slipstream.trainer.moe.replay import LayerRoutes
 from slipstream.trainer.recompute import Recomputed
-
-if TYPE_CHECKING:
-    from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
-    from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

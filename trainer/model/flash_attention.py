@@ -9,20 +9,16 @@ Gradients need the output and, of each row, the log of its softmax's sum; who co
 Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.trainer.model.host_activations import HostLayer, MovedTensor
 from slipstream.trainer.model.packed_sequences import PackedSequences
-
-if TYPE_CHECKING:
-    from slipstream.trainer.model.host_activations import HostLayer, MovedTensor
 
 
 class KeptAttention:
