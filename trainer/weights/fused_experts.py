@@ -35,8 +35,6 @@ class FusedRun:
     start: tuple[int, ...]
     """Place in the checkpoint tensor, with experts counted from this rank's first one."""
     shape: tuple[int, ...]
-    is_turned: bool = True
-    """As gpt-oss; else as the trainer."""
 
     def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
         """Write the merged values into `out`, of `shape`, any strides, cast to out.dtype. No communication."""
@@ -59,16 +57,11 @@ class FusedRun:
 
     @property
     def _columns(self) -> slice:
-        dim = 1 if self.is_turned else 2
-        return slice(self.start[dim], self.start[dim] + self.shape[dim])
+        return slice(self.start[1], self.start[1] + self.shape[1])
 
     def _parts(self, whole: Tensor) -> Iterator[tuple[Rows, Tensor]]:
         """Pairs of rows of the parameter, one band per expert, and the columns of `whole` that they hold."""
         rows_an_expert = self.parameter.shape[1]
-        if not self.is_turned:
-            start = self.start[0] * rows_an_expert + self.start[1]
-            yield Rows(start, self.shape[1], self.shape[0], rows_an_expert), whole
-            return
         first, count = self.start[-1], self.shape[-1]
         for part in range(self.num_parts):
             skipped = (part - first) % self.num_parts
@@ -89,6 +82,7 @@ class FusedTensor:
     num_parts: int
     delta: LoraDelta | None = None
     is_turned: bool = True
+    """As gpt-oss; else as the trainer."""
 
     @property
     def num_columns(self) -> int:
@@ -102,12 +96,23 @@ class FusedTensor:
 
     def fill(self, values: Tensor) -> None:
         """Load the whole region."""
-        self.run(self.region).fill(values)
+        if self.is_turned:
+            self._turned(self.region).fill(values)
+        else:
+            self.base.view(self.region.shape).copy_(values)
 
-    def run(self, region: Region) -> FusedRun:
+    def run(self, region: Region) -> FusedRun | RowRun:
         """Where `region`, a part of self.region in coordinates of the checkpoint tensor, lies in the parameter."""
+        if self.is_turned:
+            return self._turned(region)
+        pitch = self.parameter.shape[1]
+        start = (region.start[0] - self.region.start[0]) * pitch + region.start[1]
+        rows = Rows(start, region.shape[1], region.shape[0], pitch)
+        return RowRun(self.parameter, self.delta, rows, slice(region.start[2], region.stop[2]))
+
+    def _turned(self, region: Region) -> FusedRun:
         start = (region.start[0] - self.region.start[0], *region.start[1:])
-        return FusedRun(self.parameter, self.delta, self.num_parts, start, region.shape, self.is_turned)
+        return FusedRun(self.parameter, self.delta, self.num_parts, start, region.shape)
 
     def read(self, region: Region, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
         """Write the merged values of `region` (inside self.region) into `out`; see HeldTensor.read."""

@@ -57,6 +57,23 @@ def test_a_rectangle_is_bitwise_that_of_the_whole(held, data):
     assert torch.equal(merged(held, Region(tuple(start), tuple(shape))), whole[window])
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_engines_parts_of_all_experts_of_a_stack_are_one_run(tp_size):
+    """Expert by expert gate and up, as engines hold them, so that one kernel writes them all."""
+    held = STACKED["model.layers.1.experts.gate_up_proj"]
+    num_experts, rows, columns = held.region.shape
+    height = rows // 2 // tp_size
+    run: Any = None
+    for expert in range(num_experts):
+        for first in (0, rows // 2):
+            part = held.run(Region((expert, first, 0), (1, height, columns)))
+            run = part if run is None else run.joined(part)
+    out = torch.empty(run.shape)
+    run.write(out, {})
+    wanted = merged(held, held.region).unflatten(1, (2, rows // 2))[:, :, :height]
+    assert torch.equal(out.view(wanted.shape), wanted)
+
+
 def test_a_rank_holds_its_own_experts_of_a_checkpoint_tensor(monkeypatch):
     """A rank whose first expert is the third: the rectangle begins there, and reading it is as from a first rank."""
     layer: Any = DECODER.model.layers[1]
