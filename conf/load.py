@@ -234,8 +234,7 @@ def _check_choice(text: str, group: str, value: object, config_dir: Path | None)
         if (earlier := explain(f"{group}={value}")) is not None:
             raise ConfigError(earlier)
         if group == "reward" and (":" in str(value) or str(value).endswith(".py")):
-            function = value if ":" in str(value) else f"{value}:FUNCTION"
-            hint = f"Did you mean reward.kind={function}?"
+            hint = f"Did you mean reward.kind={value}{'' if ':' in str(value) else ':FUNCTION'}?"
         raise ConfigError(
             f"{group}={show(value)}: {group} has no such choice.{' ' + hint if hint else ''} Choices: "
             f"{', '.join(names)}"
@@ -361,8 +360,7 @@ def _explain_foreign(error: BaseException) -> str:
         name = str(cause.full_key)
         option = options_by_name().get(name)
         if name.partition(".")[0] == "experiment":
-            first = "its first line must be '# @package _global_', behind no byte order mark"
-            return f"{where}{first}, so that its sections are those of the run"
+            return f"{where}its first line must be '# @package _global_', behind no byte order mark"
         if isinstance(cause, ValidationError) and option is not None:
             return f"{where}{name} must be {_with_article(option.type_label)}. {_first_line(cause)}"
         if option is None and _open_dict_above(name) is None:
