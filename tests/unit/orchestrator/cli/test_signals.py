@@ -157,7 +157,7 @@ def test_closed_pipe_is_no_error() -> None:
 
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_an_output_without_room_is_named_and_a_closed_one_is_no_error(buffered: str) -> None:
-    command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "--help"]
+    command = [sys.executable, "-m", "slipstream", "--help"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": buffered}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
