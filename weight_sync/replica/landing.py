@@ -75,7 +75,7 @@ class LandingZone:
         self._sent: list[Param] = [param for param in layout.params if param.post_load is not PostLoad.derived]
         self._covered = layout.written_ranges()
         self._able = takes_changes(layout)
-        self._params = params
+        self._values = {name: params[name].detach().view(-1).view(torch.int16) for name in self._able}
         device = params[self._sent[0].name].device
         try:
             self._zone = torch.zeros(num_bytes // RECORD_BYTES, dtype=torch.int32, device=device)
@@ -133,8 +133,7 @@ class LandingZone:
         size = stream_bytes(num_bytes, num_records)
         if num_records < 0 or place < 0 or place % RECORD_BYTES or place + size > self.num_bytes:
             raise ProtocolError(f"{who}: {num_records} records at {place} are not in a zone of {self.num_bytes} bytes")
-        values = self._params[param.name].detach().view(-1).view(torch.int16)
         return Landed(
             self._zone[place // RECORD_BYTES : (place + size) // RECORD_BYTES],
-            values[offset // ELEMENT_BYTES : (offset + num_bytes) // ELEMENT_BYTES],
+            self._values[param.name][offset // ELEMENT_BYTES : (offset + num_bytes) // ELEMENT_BYTES],
         )
