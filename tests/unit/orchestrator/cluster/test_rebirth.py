@@ -1,137 +1,22 @@
 """Ranks that are started again make the calls again that their state lacks, and no others; or the run ends, and why."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.trainer_ranks import ADDRESS, Actor, Cast
 from ray.exceptions import RayError
 
 from slipstream.fleet.errors import WaitTimeout
 from slipstream.orchestrator.cluster import ray_handles
 from slipstream.orchestrator.cluster import rebirth as rebirth_module
-from slipstream.orchestrator.cluster.keepers import Keepers, _nodes_of_keepers
 from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup
 from slipstream.orchestrator.cluster.rebirth import Ranks, Rebirth
 from slipstream.orchestrator.errors import CheckpointLost, TrainingStopped
 from slipstream.trainer.checkpoint.keeper import Readiness
 from slipstream.trainer.types import OptimStats
-
-ADDRESS = ("127.0.0.1", 1)
-
-
-class Actor:
-    """A rank whose version is the number of its updates."""
-
-    def __init__(self, cast: Cast, name: str) -> None:
-        self.cast, self.name = cast, name
-        self.calls: list[tuple[Any, ...]] = []
-        self.version = 0
-        self.is_dead = False
-        self.dies_in: set[str] = set()
-
-    @property
-    def call(self) -> SimpleNamespace:
-        return SimpleNamespace(remote=self.answer)
-
-    def answer(self, name: str, *arguments: Any) -> Any:
-        if name in self.dies_in:
-            self.is_dead = True
-        if self.is_dead:
-            return RuntimeError(f"{self.name} died of SIGKILL")
-        self.calls.append((name, *arguments))
-        if name == "optimizer_step":
-            self.version += 1
-            step = arguments[1]
-            readiness = self.cast.readiness if step is not None else Readiness.later
-            if step is not None and readiness is Readiness.now:
-                self.cast.kept = {step - 1, step} - {0}
-                self.cast.versions[step] = self.version
-            return OptimStats(self.version, 1.0, 1e-3, is_finite=True), readiness
-        if name == "load_kept":
-            self.version = self.cast.versions[arguments[1]]
-        if name == "keep":
-            self.cast.kept |= {arguments[0]}
-            self.cast.versions[arguments[0]] = self.version
-            return self.cast.readiness
-        if name == "settle":
-            return self.version
-        return self.cast.is_written if name == "has_written" else (name, *arguments)
-
-
-class Cast:
-    """A cluster, ranks and keepers; `kept` are the numbers of states that all ranks have."""
-
-    def __init__(self, *, max_restarts: int = 3, lack: str = "") -> None:
-        self.dead: dict[str, str] = {}
-        self.kept: set[int] = set()
-        self.is_written = True
-        self.readiness = Readiness.now
-        self.versions: dict[int, int] = {}
-        """Of each state."""
-        self.ended: list[Actor] = []
-        self.lives: list[list[Actor]] = []
-        self.told: list[list[tuple[tuple[str, int], int]]] = []
-        """The states that ranks were told of, per life."""
-        self.start_fails = 0
-        self.no_keeper: Exception | None = None
-        self.lack = lack
-        self.rebirth = Rebirth(
-            self, self.start, self, self.call_all, max_restarts=max_restarts, start_timeout_s=5.0,  # type: ignore[arg-type]
-        )  # fmt: skip
-
-    async def group(self) -> RayTrainerGroup:
-        group = RayTrainerGroup(self, await self.start(0), self.rebirth, is_lora=True)  # type: ignore[arg-type]
-        await group.connect(["tcp://a", "tcp://b"], 5.0)
-        await group.outlive_ranks()
-        return group
-
-    async def start(self, life: int, kept: Sequence[tuple[tuple[str, int], int]] = ()) -> Ranks:
-        if life and self.start_fails:
-            self.start_fails -= 1
-            raise WaitTimeout("gave up waiting for trainer ranks to start")
-        actors = [Actor(self, f"trainer-{rank}{f'.{life}' * bool(life)}") for rank in range(2)]
-        self.lives.append(actors)
-        self.told.append(list(kept))
-        return Ranks(actors, [actor.name for actor in actors], [{"state_bytes": 5, "node": "n"}] * 2)  # type: ignore[arg-type]
-
-    async def result_of(self, answer: Any, who: str, _: type) -> Any:
-        await asyncio.sleep(0)
-        if isinstance(answer, RuntimeError):
-            self.dead[who] = "died of SIGKILL"
-            raise TrainingStopped(str(answer))
-        return answer
-
-    async def call_all(self, ranks: Ranks, what: str, arguments: Any, timeout_s: float) -> list[Any]:
-        played: list[Any] = list(ranks.actors)
-        answers = [(actor.answer(what, *arguments(rank)), actor.name) for rank, actor in enumerate(played)]
-        return [await self.result_of(answer, name, TrainingStopped) for answer, name in answers]
-
-    async def in_thread(self, call: Any) -> None:
-        call()
-
-    async def lacks_room(self, nodes: Sequence[str], state_bytes: Sequence[int]) -> str:
-        assert (list(nodes), list(state_bytes)) == (["n", "n"], [5, 5])
-        return self.lack
-
-    async def of(self, nodes: Sequence[str]) -> list[list[tuple[str, int]]]:
-        return [[ADDRESS] for _ in nodes]
-
-    async def again(self) -> None:
-        if self.no_keeper is not None:
-            raise self.no_keeper
-
-    async def newest(self, num_ranks: int, most: int) -> tuple[int, list[tuple[str, int]]]:
-        number = max((one for one in self.kept if one <= most), default=0)
-        return number, [ADDRESS] * num_ranks if number else []
-
-    def names(self, life: int) -> list[str]:
-        """What rank 1 was called for."""
-        return [call[0] for call in self.lives[life][1].calls]
 
 
 @pytest.fixture(autouse=True)
@@ -387,58 +272,6 @@ async def test_where_ranks_may_not_be_started_again_a_death_ends_the_run_as_it_i
     with pytest.raises(TrainingStopped, match=r"^trainer-1 died of SIGKILL$"):
         await step(group)
     assert len(cast.lives) == 1
-
-
-def test_a_state_is_kept_on_its_node_and_on_the_next_one() -> None:
-    nodes = ["a", "a", "b", "b", "c"]
-    assert [_nodes_of_keepers(node, nodes) for node in ("a", "b", "c")] == [["a", "b"], ["b", "c"], ["c", "a"]]
-    assert _nodes_of_keepers("a", ["a", "a"]) == ["a"]
-
-
-class KeeperActors:
-    """A cluster of keepers alone."""
-
-    def __init__(self, kept: dict[str, dict[int, list[int]]], free: int = 1000) -> None:
-        self._kept, self._free = kept, free
-        self.went_back: list[tuple[str, int]] = []
-        self.loss: Exception | None = None
-
-    async def new_actor_of_node(self, _: type, name: str, node: str) -> Any:
-        remote = SimpleNamespace
-        return SimpleNamespace(
-            begin=remote(remote=lambda *_: ((node, 1), self._free)),
-            kept=remote(remote=lambda: self._kept.get(node)),
-            go_back=remote(remote=lambda number: self.went_back.append((node, number)) or "done"),
-        )
-
-    async def result_of(self, answer: Any, _: str, error_type: type[Exception]) -> Any:
-        if answer is None:
-            raise self.loss or error_type("it died with its node")
-        return answer
-
-
-async def test_the_newest_state_that_all_ranks_have_is_found_where_it_is() -> None:
-    keepers = Keepers(KeeperActors({"a": {0: [3, 4], 1: [3]}, "b": {1: [3, 4], 0: [3]}}), b"", is_one_node=False)  # type: ignore[arg-type]
-    assert await keepers.of(["a", "b"]) == [[("a", 1), ("b", 1)], [("b", 1), ("a", 1)]]
-    assert await keepers.newest(2, 9) == (4, [("a", 1), ("b", 1)])
-    assert (await keepers.newest(2, 3))[0] == 3
-    left = KeeperActors({"a": {0: [3, 4], 1: [3]}})
-    halves = Keepers(left, b"", is_one_node=False)  # type: ignore[arg-type]
-    await halves.of(["a", "b"])
-    assert await halves.newest(2, 9) == (3, [("a", 1), ("a", 1)]), "node b is gone"
-    left.loss = RayError("its node does not exist any more")
-    assert (await halves.newest(2, 9))[0] == 3
-    assert left.went_back == [("a", 3)] * 2, "later states count no more"
-    empty = Keepers(KeeperActors({}), b"", is_one_node=True)  # type: ignore[arg-type]
-    assert await empty.newest(2, 9) == (0, [])
-
-
-async def test_room_is_counted_for_three_copies_and_five_with_several_nodes() -> None:
-    for nodes, needed in ((["a", "a"], 600), (["a", "b"], 500)):
-        for free, is_enough in ((needed, True), (needed - 1, False)):
-            keepers = Keepers(KeeperActors({}, free), b"", is_one_node=False)  # type: ignore[arg-type]
-            await keepers.of(nodes)
-            assert (await keepers.lacks_room(nodes, [100, 100]) == "") == is_enough, (nodes, free)
 
 
 class AnotherController:
