@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.rollout.agents import endpoint as endpoint_module
 from slipstream.rollout.agents import session as session_module
 from slipstream.rollout.agents.chat_text import Reply
 from slipstream.rollout.agents.endpoint import MAX_CHOICES, Endpoint
@@ -110,6 +111,47 @@ async def test_a_plain_prompt_is_text_or_tokens(world: World, logprobs: Any, are
     assert world.episode.asked == [("complete", "a", None), ("complete", [3, 0], None)]
 
 
+class Streamed:
+    """Notes what is sent."""
+
+    status, sent = 200, list[bytes]()
+
+    def __init__(self, headers: Any) -> None:
+        self.sent.clear()
+
+    async def prepare(self, request: Any) -> None: ...
+
+    async def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    async def write_eof(self) -> None:
+        self.text = "[]"
+
+
+@pytest.mark.parametrize("tells_usage", [False, True])
+async def test_a_stream_is_the_whole_answer_in_events(
+    world: World, tells_usage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module.web, "StreamResponse", Streamed)
+    world.episode.reply = Reply("4", [CALL, CALL])
+    asks = {"stream": True, "n": 2, "stream_options": {"include_usage": tells_usage}}
+    for is_chat, body in ((True, {"messages": ASKED, "tools": [TOOL]}), (False, {"prompt": "a"})):
+        await world.post({**asks, **body}, is_chat=is_chat)
+        *sent, last = Streamed.sent
+        events = [json.loads(data.removeprefix(b"data: ")) for data in sent]
+        assert last == b"data: [DONE]\n\n" and all(data.endswith(b"\n\n") for data in sent)
+        assert {one["object"] for one in events} == {"chat.completion.chunk" if is_chat else "text_completion"}
+        usage = [events.pop()] if tells_usage else []
+        assert [one["usage"]["completion_tokens"] for one in usage] == [4] * tells_usage
+        choices = [choice for one in events for choice in one["choices"]]
+        assert [one["index"] for one in choices] == ([0, 0, 1, 1] if is_chat else [0, 1])
+        reasons = [None, "tool_calls"] * 2 if is_chat else ["stop"] * 2
+        assert [one["finish_reason"] for one in choices] == reasons
+        calls = [{"index": number, **CALL} for number in (0, 1)]
+        delta = {"role": "assistant", "content": "4", "tool_calls": calls}
+        assert [one.get("delta") for one in choices] == ([delta, {}] * 2 if is_chat else [None] * 2)
+
+
 @pytest.mark.parametrize(
     ("body", "is_chat", "said"),
     [
@@ -168,13 +210,16 @@ async def test_only_the_key_of_an_episode_that_goes_on_opens(world: World, key: 
     assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
     assert answer["error"]["type"] == "authentication_error" and not world.episode.asked
     assert (await world.post({"messages": ASKED}, key="bearer  sesame "))[0] == 200
+    for given, status in ((key, 401), ("Bearer sesame", 200)):
+        request: Any = SimpleNamespace(headers={"Authorization": given})
+        assert (await world.endpoint._models(request)).status == status
 
 
 async def test_what_the_run_fixes_is_told_once_where_it_was_asked_otherwise(world: World) -> None:
-    for temperature in (1, None, 0.5, 0.7):
+    for temperature in (1, None, 0, 0.7):
         assert (await world.post({"messages": ASKED, "temperature": temperature}))[0] == 200
     assert len(world.told) == 1
-    assert world.told[0].startswith("an agent asks for temperature=0.5 and gets the run's temperature=1, with which")
+    assert world.told[0].startswith("an agent asks for temperature=0 and gets the run's temperature=1, with which")
     await world.post({"messages": ASKED, "top_p": 0.9})
     assert len(world.told) == 2 and "top_p=0.9" in world.told[1]
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from fakes.loop import FakeWorker, World, outcome
@@ -24,7 +25,7 @@ from slipstream.orchestrator.inputs.character_tokenizer import save_character_to
 from slipstream.rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode, check_agent
 from slipstream.rollout.branches import branches_of
 from slipstream.rollout.errors import AgentError, EngineDied
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.types import Prompt, Rollout, Routes
 from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES
 
 AGENTS = """
@@ -116,6 +117,7 @@ class Engine:
         self.given: list[tuple[int, ...]] = []
         self.sampled: list[list[int]] = []
         self.most: list[int] = []
+        self.seeds: list[int | None] = []
         self.error: Exception | None = None
 
     async def generate(self, prompt: Prompt, sampling: SamplingConfig) -> Rollout:
@@ -124,10 +126,13 @@ class Engine:
         number = len(self.given)
         self.given.append(prompt.token_ids)
         self.most.append(sampling.max_tokens)
+        self.seeds.append(sampling.seed)
         tokens = self.tokenizer.encode(self.say(number % 8), add_special_tokens=False).ids
         self.sampled.append(tokens)
         await asyncio.sleep(0)
-        return Rollout(tokens, [-1.0 - number] * len(tokens), [number] * len(tokens), "", "length")
+        places = np.arange(len(prompt.token_ids) + len(tokens) - 1, dtype=np.int16)[:, None, None]
+        routes = Routes(places, places[:, 0, 0] >= 0)
+        return Rollout(tokens, [-1.0 - number] * len(tokens), [number] * len(tokens), "", "length", 1, routes=routes)
 
 
 @pytest.fixture
@@ -203,9 +208,26 @@ async def test_an_episode_is_what_the_engine_was_given_and_sampled(
         assert branch.token_ids[at] == sampled
         assert all(branch.counts[at])
     assert sum(branch.counts) == 3
-    assert branch.policy_versions == [0, 1, 2]
+    assert branch.policy_versions == [0, 1, 2] and rollout.num_evictions == 3
+    assert branch.routes is not None
+    assert branch.routes.experts[:, 0, 0].tolist() == list(range(len(branch.token_ids) - 1)), "each position's, once"
     text = engine.tokenizer.decode(branch.token_ids, skip_special_tokens=False)
     assert text == "<bos>user: begin\nassistant: a<eos>\nuser: a\nassistant: b<eos>\nuser: b\nassistant: c"
+
+
+async def test_every_request_has_a_seed_of_its_own_and_a_group_can_be_repeated(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    seeded = SamplingConfig(max_tokens=4, seed=5, stop_token_ids=(7,))
+    asked = config()
+    asked = replace(asked, rollout=replace(asked.rollout, sampling=seeded))
+    async with running(asked, tmp_path) as (runner, engine):
+        for _ in range(2):
+            await runner.run_group(PROMPT, 2)
+        assert runner._options().stop_token_ids == [2, 7], "those of the model, and the run's"
+        assert not runner._open
+    first, again = set(engine.seeds[:6]), set(engine.seeds[6:])
+    assert len(first) == 6 and first == again and None not in first
 
 
 async def play(runner: EpisodeRunner, *behaviours: str, column: str = "what") -> list[FinishedEpisode]:
@@ -233,7 +255,9 @@ async def test_what_an_agent_does_costs_its_own_episode(
         again = (await play(runner, "wait", "heat", "heat"))[0]
         assert len(left_behind()) == 1
     assert not left_behind(), "what an agent starts ends with the run"
-    told = [record.getMessage() for record in caplog.records if "temperature" in record.getMessage()]
+    logged = [record.getMessage() for record in caplog.records]
+    assert sum("an episode failed (raised)" in line for line in logged) == 2, "one of each place"
+    told = [line for line in logged if "temperature" in line]
     assert len(told) == 1 and "temperature=0.5 and gets the run's temperature=1" in told[0]
     assert MAX_LOG_BYTES <= (tmp_path / "agents.log").stat().st_size < MAX_LOG_BYTES + 1000, (
         "of 1 GB that a tool prints"

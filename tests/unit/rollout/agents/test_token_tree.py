@@ -306,9 +306,10 @@ def test_other_tools_are_told_from_another_conversation_however_long_it_was() ->
     assert talk.parents == [None, 0, None, None]
 
 
-def test_other_blanks_of_a_user_are_another_message() -> None:
-    one, other = (_digests([user(text)], ())[-1] for text in ("one", "one "))
-    assert one != other
+def test_other_blanks_are_another_message_unless_the_model_wrote_them() -> None:
+    for role in ("user", "system", "tool"):
+        one, other = (_digests([{"role": role, "content": text}], ())[-1] for text in ("one", "one "))
+        assert one != other
     assert _digests([user("one")], [{"type": "function"}])[-1] != one
 
 
