@@ -90,8 +90,7 @@ class Controller(StepLoop):
     async def train(self) -> None:
         """Sample and train until the last step. Cancelled, it finishes the step under way and saves."""
         ramp = Ramp(self._config, self.services.supervisor.roster, self.buffer)
-        if self.step == 0:
-            await ramp.begin()
+        await ramp.begin()
         sampling = asyncio.create_task(self.sampler.run())
         opening = asyncio.create_task(ramp.run())
         try:

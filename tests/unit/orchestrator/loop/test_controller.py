@@ -22,6 +22,13 @@ from slipstream.rollout.types import Prompt, Rollout
 
 async def test_strictly_on_policy_trains_on_its_own_version_only(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make_config(staleness=0))
+
+    async def nothing_is_begun() -> None:
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert loop.controller.buffer.num_outstanding == 0, "before its version is committed"
+
+    loop.trainer.before["publish"] = nothing_is_begun
     await loop.run()
     for version, samples in loop.trainer.trained:
         assert {sample.oldest_version for sample in samples} == {version}
@@ -51,6 +58,23 @@ async def test_staleness_stays_within_the_bound_and_overlap_happens(tmp_path: Pa
     observed = [version - sample.oldest_version for version, samples in loop.trainer.trained for sample in samples]
     assert max(observed) == staleness
     assert sum(row["staleness/dropped_groups"] or 0 for row in loop.rows) == 0
+
+
+async def test_groups_that_are_too_old_are_sampled_again_and_counted_in_their_steps_row(tmp_path: Path) -> None:
+    loop, stale = Loop(tmp_path, make_config()), set[int]()
+
+    async def late(prompt: Prompt, n: int, *_: object, worker: FakeWorker) -> list[Rollout]:
+        rollouts = await FakeWorker.generate_group(worker, prompt, n)
+        if loop.world.version != 2 or len(stale) == 2 or prompt.prompt_id in stale:
+            return rollouts
+        stale.add(prompt.prompt_id)
+        return [replace(one, policy_versions=[1, 1]) for one in rollouts]
+
+    for worker in loop.workers:
+        worker.generate_group = partial(late, worker=worker)  # type: ignore[method-assign]
+    await loop.run()
+    assert [row["staleness/dropped_groups"] for row in loop.rows] == [None, 0, 0, 2, 0]
+    assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0, 0]
 
 
 async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Path) -> None:
@@ -143,7 +167,7 @@ async def test_replica_that_fails_a_publish_serves_no_more(tmp_path: Path) -> No
 async def test_version_0_that_nobody_adopts_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make_config())
     loop.trainer.failing_replicas = {0: {0, 1}}
-    with pytest.raises(NoReplicasLeft, match=r"lm_head\.weight"):
+    with pytest.raises(NoReplicasLeft, match=r"adopted version 0, the first one\. .*lm_head\.weight"):
         await loop.run()
 
 

@@ -1,5 +1,6 @@
 """Promises of orchestrator/loop/floor.py, and of the controller that asks for it."""
 
+import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,22 @@ async def test_engines_score_before_the_publish_that_changes_them(
     await loop.run()
     assert [version for version, _ in loop.world.scored] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert all(row["parity/floor_k3"] is not None for row in loop.rows[1:])
+
+
+async def test_a_step_that_fails_leaves_no_scoring_behind(tmp_path: Path) -> None:
+    async def hangs(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def fails() -> None:
+        raise ConnectionError("the trainer is gone")
+
+    loop = a_run(tmp_path, num_steps=2)
+    loop.trainer.before["optimizer_step"] = fails
+    for worker in loop.workers:
+        worker.score = hangs  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        await loop.run()
+    assert not [task for task in asyncio.all_tasks() if "_floor_of" in repr(task)]
 
 
 async def test_a_worker_that_cannot_score_costs_a_warning_and_no_step(
