@@ -4,6 +4,7 @@ traceback, and nothing started: no run folder, no Ray, no engine.
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -369,6 +370,8 @@ def test_a_run_that_exported_what_it_trained_has_nothing_left(exported: str, old
     assert not has_nothing_left(folder, 3) and has_nothing_left(folder, 2)
     getattr(folder, exported).mkdir()
     assert has_nothing_left(folder, 3) and not has_nothing_left(folder, 4)
+    shutil.rmtree(folder.checkpoints)
+    assert not has_nothing_left(folder, 0), "no step of it is saved"
 
 
 @pytest.mark.parametrize(

@@ -350,12 +350,12 @@ async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path
 
 async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     """One row a step and no prompt skipped, although rows 3 and 4 were written after the checkpoint."""
-    whole = Loop(tmp_path / "whole", make_config(staleness=1, num_steps=6))
+    whole = Loop(tmp_path / "whole", make_config(staleness=1, num_steps=6, epochs_per_step=2))
     (tmp_path / "whole").mkdir()
     await whole.run()
 
     (tmp_path / "parts").mkdir()
-    first = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6))
+    first = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6, epochs_per_step=2))
     first.trainer.not_finite = set()
 
     async def dies_at_version_4() -> None:
@@ -367,7 +367,7 @@ async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
         await first.run()
     assert [row["step"] for row in first.rows] == [0, 1, 2, 3, 4]
 
-    second = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6), resume_step=2)
+    second = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6, epochs_per_step=2), resume_step=2)
     await second.run()
     assert [row["step"] for row in second.rows] == list(range(7))
     assert [row["policy_version"] for row in second.rows] == list(range(7))
@@ -375,6 +375,8 @@ async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
     assert whole.prompts.cursor >= 18 and second.prompts.cursor >= 18
     used = {e[1] for loop in (first, second) for e in loop.world.diary if e[0] == "sample" and e[1] < 1000}
     assert set(range(18)) <= used, "no prompt is skipped by a resume"
+    orders = [loop.controller._shuffle_rng.bit_generator.state for loop in (whole, second)]
+    assert orders[0] == orders[1] != first.controller._shuffle_rng.bit_generator.state
 
 
 async def test_with_a_relay_the_trainer_writes_to_one_replica_and_after_its_failure_to_the_next(tmp_path: Path) -> None:
