@@ -280,6 +280,22 @@ async def test_only_worker_is_restarted_and_published_to_at_once_while_its_batch
     assert {row["rollout/recovery_read_s"] for row in loop.rows} == {None}
 
 
+async def test_an_only_worker_that_dies_twice_while_a_batch_waits_is_published_to_twice(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(), num_workers=1)
+    loop.max_restarts, restart, num_left = 2, loop.restart, [0, None]
+    loop.workers[0].fails_after = 7
+
+    async def dies_at_once_at_first(index: int) -> FakeWorker:
+        worker = await restart(index)
+        worker.fails_after = num_left.pop(0)
+        return worker
+
+    loop.restart = dies_at_once_at_first  # type: ignore[method-assign]
+    await loop.run()
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert sum(row["rollout/recoveries"] or 0 for row in loop.rows) == 2
+
+
 async def test_worker_that_recovers_from_its_peer_costs_the_trainer_one_introduction(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make_config(num_steps=6))
     loop.max_restarts = 1

@@ -34,13 +34,23 @@ async def test_while_it_waits_for_a_batch_it_is_saved_as_it_is(tmp_path: Path) -
     running = asyncio.create_task(loop.run())
     await until(lambda: len(loop.trainer.trained) == 3)
     for worker in loop.workers:
-        worker.gate = asyncio.Event()  # never opens: the next batch does not come
+        worker.gate = asyncio.Event()  # the next batch comes when the run is saved
     await until(lambda: loop.controller is not None and loop.controller.step == 3)
     for _ in range(20):
         await asyncio.sleep(0)
+
+    async def it_comes() -> None:
+        for worker in loop.workers:
+            assert worker.gate is not None
+            worker.gate.set()
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    loop.trainer.before["end of begin_checkpoint"] = it_comes
     await end(running)
     state = loop.checkpoints.read(loop.checkpoints.newest())
-    assert (state.step, state.policy_version, state.buffer.num_batches) == (3, 3, 3)
+    assert (state.step, state.policy_version, state.buffer.num_batches) == (3, 3, 3), "nobody takes it any more"
+    assert len(state.buffer.groups) == 3
 
     rest = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)), resume_step=3)
     await rest.run()

@@ -300,6 +300,8 @@ def test_other_tools_are_told_from_another_conversation_however_long_it_was() ->
     reply, _ = talk.ask(messages, "first<|im_end|>", [tool])
     messages = [*messages, reply, user("two")]
     assert _digests([user("one")], [tool]) == _digests([user("one")], [same])
+    other = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    assert _digests([user("one")], [tool]) != _digests([user("one")], [other])
     assert talk.ask(messages, "a<|im_end|>", [tool])[1] == CONTINUED
     assert talk.ask(messages, "b<|im_end|>", [])[1] == TOOLS
     assert talk.ask([user("elsewhere"), user("two")], "c<|im_end|>", [])[1] == NEW
