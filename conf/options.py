@@ -119,6 +119,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     A dotted name is compared as a whole and by its last part, so that `num_rank` finds `trainer.num_ranks`. A name that
     is part of a known one counts as similar.
     """
+    name = name.lower()
     leaf = name.rsplit(".", 1)[-1]
 
     def score(candidate: str) -> float:

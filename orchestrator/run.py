@@ -39,6 +39,8 @@ from slipstream.rollout.crash_reports import command_reports_crashes
 
 logger = logging.getLogger(__name__)
 
+TOLD_TO_END = "told to end: a step under way is finished and saved; a second Ctrl-C ends the run at once"
+
 
 def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult:
     """Train, by reinforcement or on given answers.
@@ -93,14 +95,13 @@ async def _beside_ray(
     """
     clusters: list[OwnRay] = []
     loop = asyncio.get_running_loop()
-    told = "told to end: a step under way is finished and saved; a second Ctrl-C ends the run at once"
-    told = f"{told}. Go on with: {folder.how_to_resume}"
 
     def at_first() -> None:
         note_end(folder.root, "stopped")  # should a second one end it before it can say so itself
         for own in clusters:
             own.hold(False)
-        loop.call_soon_threadsafe(log.say, told)  # a handler must not print: it may have interrupted a print
+        # A handler must not print: it may have interrupted a print.
+        loop.call_soon_threadsafe(lambda: log.say(_told_to_end(folder)))
 
     with second_interrupt_ends_at_once(at_first):
         listening = asyncio.create_task(end_when_asked(folder.root))
@@ -119,6 +120,12 @@ async def _beside_ray(
                 return await train(config, folder, log, Ray(own, left))
         finally:
             listening.cancel()
+
+
+def _told_to_end(folder: RunFolder) -> str:
+    """What a first Ctrl-C is answered with. A second one leaves nobody to say how to go on."""
+    is_saved = bool(complete_checkpoints(folder.checkpoints))
+    return f"{TOLD_TO_END}. Go on with: {folder.how_to_resume}" if is_saved else TOLD_TO_END
 
 
 def _what_is_saved(folder: RunFolder) -> str:
