@@ -15,7 +15,7 @@ import logging
 import queue
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -152,11 +152,9 @@ class Replay:
         finally:
             for parts in self._lanes:
                 parts.put(None)
-            errors = [error for lane in lanes if (error := lane.exception()) is not None]
+            wait(lanes)
             self._count()
-        if errors:
-            raise errors[0]
-        self._result.report.prepare_s += sum(lane.result() for lane in lanes)
+        self._result.report.prepare_s += sum(lane.result() for lane in lanes)  # or raises what a lane raised
 
     def _pack_all(self, loads: Sequence[Load], ready: Mapping[int, Filled]) -> None:
         """Pack loads and give them to lanes as slots come back, until no slot or no replica is left."""

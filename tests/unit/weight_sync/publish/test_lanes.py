@@ -115,6 +115,21 @@ def test_a_skipped_replica_gets_nothing() -> None:
     assert world.arrived(1, 1)
 
 
+def test_an_engine_rank_that_merges_is_not_written_to_where_a_load_has_no_factors() -> None:
+    world = World()
+    write, written = world.transport.write, set[str]()
+
+    def noted(session: str, *given: Any, **more: Any) -> None:
+        written.add(session)
+        write(session, *given, **more)
+
+    world.transport.write = noted
+    world.pipeline.prepare(1)
+    report = world.pipeline.run(1, world.bindings(), world.budgets_s, merging={(0, 0)}).report
+    assert (report.errors, written) == ({}, {world.sessions[0][1].session})
+    assert report.num_bytes == sum(task.num_bytes for task in world.plan.tasks[0] if task.dest_rank == 1)
+
+
 def test_slots_that_were_packed_for_nobody_who_began_are_free_at_once() -> None:
     """The first loads are one rank's, which is not there any more; the other rank's need their slots."""
     world = World()
@@ -268,14 +283,16 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
     assert world.arrived(0, 1)
 
 
-def test_a_load_is_not_packed_over_one_that_is_written_when_the_other_was_packed_for_nobody() -> None:
-    """The second load is for a rank that is not there; the first is held in its write until the third is packed."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_load_is_not_packed_over_one_that_is_written_when_the_other_was_packed_for_nobody(first: int) -> None:
+    """One of the first two loads is for a rank that is not there; the other is held in its write until the third is
+    packed."""
     world = World(transport=GatedTransport)
     tasks = list(world.plan.tasks[0])
-    order = [("w13", 0), ("w13", 1), ("w2", 0)]
+    order = [("w13", first), ("w13", 1 - first), ("w2", 0)]
     world.pipeline.load([task for one in order for task in tasks if (task.param, task.dest_rank) == one])
     loads, read = world.pipeline.loads, world.source.read
-    assert [destinations(packets) for packets in loads] == [{(0, 0)}, {(0, 1)}, {(0, 0)}]
+    assert [destinations(packets) for packets in loads] == [{(0, first)}, {(0, 1 - first)}, {(0, 0)}]
 
     def noted(tensor: str, region: Region, out: torch.Tensor) -> None:
         read(tensor, region, out)
@@ -537,6 +554,7 @@ def test_the_seconds_of_a_replica_are_those_of_its_slowest_rank(
     world.budgets_s = {0: 10_000.0}
     set_clock(monkeypatch, lambda: getattr(per_thread, "now", 0.0))
     report = world.run(1).report
+    assert report.errors == {}
     assert report.write_s == {0: max(spent.values())}
     assert report.num_bytes == sum(num_bytes)
 

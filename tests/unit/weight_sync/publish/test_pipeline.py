@@ -21,6 +21,7 @@ from fakes.publish import DictSource, engine_layout
 
 from slipstream.weight_sync.errors import PlanError, TransportError, WatermarkError
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
+from slipstream.weight_sync.plan import budget
 from slipstream.weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish import lanes, slot_turns, staging_slots
@@ -125,6 +126,27 @@ def test_slots_whose_failed_writes_were_closed_at_last_are_packed_again() -> Non
     world.transport.is_stuck = False
     assert world.run(2).report.errors == {}
     assert all(world.arrived(replica, 2) for replica in range(3))
+
+
+def test_a_survey_sums_what_is_held_and_packs_no_slot_that_a_failed_write_may_read() -> None:
+    world = World(transport=UnclosableTransport)
+    whole = world.run(0).sums.table
+    world.pipeline.prepare(2)
+    world.pipeline.cancel()
+    assert (world.pipeline.survey().table == whole).all(), "what was packed before does not count"
+    world.fabric.inject(world.sessions[0][0].session, Fault(refuse=True))
+    assert set(world.run(1).report.errors) == {0}
+    num_reads = world.source.num_reads
+    with pytest.raises(TransportError, match="still draining"):
+        world.pipeline.survey()
+    assert world.source.num_reads == num_reads
+
+
+def test_the_first_loads_have_few_packets(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, 1 << 16)
+    monkeypatch.setattr(budget, "FIRST_PACKETS", 1)
+    world.pipeline.load(world.plan.tasks[0])
+    assert [len(packets) for packets in world.pipeline.loads[:2]] == [1, 2]
 
 
 def test_replicas_share_one_packing() -> None:

@@ -5,7 +5,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from slipstream.weight_sync.calls import connection
 from slipstream.weight_sync.calls.curve import MAX_FRAME_BYTES
 from slipstream.weight_sync.errors import IntegrityError, ProtocolError, ReplicaError, StaleEpoch, TransferTimeout
 from slipstream.weight_sync.replica import clients as clients_module
+from slipstream.weight_sync.replica import endpoint as endpoint_module
 from slipstream.weight_sync.replica.clients import ReplicaClients
-from slipstream.weight_sync.replica.messages import Begun, Described, PublishId, ReplicaVerbs
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
+from slipstream.weight_sync.replica.messages import Begun, Committed, Described, PublishId, ReplicaVerbs
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
 
 
@@ -102,6 +105,9 @@ def test_the_publisher_that_described_last_has_the_replica_from_its_begin_on(
     assert isinstance(second.describe(), Described)
     assert isinstance(second.begin(4), Begun)
     assert isinstance(first.begin(5), StaleEpoch), "however often they describe"
+    assert isinstance(first.describe(), Described)
+    assert isinstance(first.begin(4), StaleEpoch), "of an epoch that has begun"
+    assert isinstance(second.begin(5), Begun), "so nothing was taken over"
 
 
 def test_who_never_described_and_who_met_an_earlier_process_are_not_heard(
@@ -186,6 +192,44 @@ def test_an_abort_of_another_epoch_and_of_what_is_served_changes_nothing(
     assert publisher.ask(ReplicaVerbs.abort, publisher.publish(3), "over") is None
     assert replica.endpoint.state.is_serving
     assert not replica.engine.abort_reasons
+
+
+def test_what_is_older_than_the_publish_under_way_or_than_what_is_served_is_not_adopted(
+    replica: Replica, publishers: list[Publisher]
+) -> None:
+    publishers.append(publisher := Publisher(replica.address))
+    assert isinstance(publisher.describe(), Described)
+    assert isinstance(publisher.begin(3), Begun)
+    read = [VersionState(Phase.clean, version=1, epoch=epoch, digest="d") for epoch in range(4)]
+    with pytest.raises(StaleEpoch, match="epoch 2 cannot be adopted: epoch 3 has begun"):
+        replica.endpoint.adopt(read[2])
+    replica.endpoint.adopt(read[3])  # what did not come to its end is read from a peer to which it did
+    with pytest.raises(StaleEpoch, match="epoch 3 cannot be adopted"):
+        replica.endpoint.adopt(read[3])
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+async def test_a_replica_says_how_long_each_of_its_phases_took(monkeypatch: pytest.MonkeyPatch, pauses: bool) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(endpoint_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    class Engine:
+        """Each verb takes a number of seconds of its own."""
+
+        def __getattr__(self, verb: str) -> Callable[..., Any]:
+            async def takes_time(*_: object) -> list[Any]:
+                clock.now += {"describe": 0.0, "pause": 1.0, "begin": 2.0, "verify": 8.0, "commit": 16.0}[verb]
+                return []
+
+            return takes_time
+
+    endpoint = ReplicaEndpoint(Engine(), KEY, pauses=pauses)  # type: ignore[arg-type]
+    publish = PublishId("publisher", version=1, epoch=1, digest="d")
+    await endpoint.describe("publisher")
+    begun = await endpoint.begin(publish, ())
+    assert (begun.idle_s, begun.mark_s) == (1.0, 2.0)
+    clock.now += 4.0  # for the writes
+    assert await endpoint.commit(publish, ()) == Committed(8.0, 16.0, 31.0 if pauses else 0.0)
 
 
 def test_who_has_another_key_is_told_at_once_that_this_is_another_run(
