@@ -10,6 +10,7 @@ as its largest one has.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import triton
@@ -105,7 +106,7 @@ def _check(table_ptr, found_ptr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK:
     num_elements = tl.load(row + 2)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     if tl.program_id(0).to(tl.int64) * (TILES * TILE) < num_elements:
-        starts, counts, records_ptr, most = _tiles_of(row, tiles, num_elements, TILE)
+        starts, counts, records_ptr, most = _tiles_of(row, tiles, num_elements, TILE)  # pyright: ignore[reportGeneralTypeIssues]
         is_wrong = (starts < 0) | (counts < 0) | (counts > TILE) | (starts + counts > tl.load(row + 3))
         counts = tl.where(is_wrong, 0, counts)
         found = tl.sum(counts, 0) - (tl.sum(is_wrong.to(tl.int64), 0) << 40)
@@ -126,7 +127,7 @@ def _apply(table_ptr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constex
     num_elements = tl.load(row + 2)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     if tl.program_id(0).to(tl.int64) * (TILES * TILE) < num_elements:
-        starts, counts, records_ptr, most = _tiles_of(row, tiles, num_elements, TILE)
+        starts, counts, records_ptr, most = _tiles_of(row, tiles, num_elements, TILE)  # pyright: ignore[reportGeneralTypeIssues]
         counts = tl.where((starts >= 0) & (starts + counts <= tl.load(row + 3)), counts, 0)
         values_ptr = tl.load(row + 1).to(tl.pointer_type(tl.int16), bitcast=True) + tiles.to(tl.int64) * TILE
         for done in range(0, tl.max(counts, 0), BLOCK):
@@ -148,7 +149,7 @@ class Launch:
     @property
     def grid(self) -> tuple[int, int]:
         """Programs."""
-        return triton.cdiv(self.max_tiles, TILES_A_PROGRAM), len(self.table)
+        return -(-self.max_tiles // TILES_A_PROGRAM), len(self.table)
 
 
 def launches_of(
@@ -174,9 +175,10 @@ def launches_of(
 def pack(launches: Sequence[Launch], counts: torch.Tensor, tile: int) -> None:
     """Write the streams of all chunks, and add their records to `counts` (int32, zeros)."""
     for one in launches:
-        _pack[one.grid](
+        launch: Any = _pack[one.grid]
+        launch(
             one.table, counts, TILE=tile, TILES=TILES_A_PROGRAM, BLOCK=NOTES, ALIGNMENT=ALIGNMENT, num_warps=NUM_WARPS
-        )  # pyright: ignore[reportCallIssue, reportArgumentType]  # fmt: skip
+        )
 
 
 def check(launches: Sequence[Launch], tile: int) -> torch.Tensor:
