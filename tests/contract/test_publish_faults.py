@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from fakes.publish_processes import Cluster, committed
+from fakes.publish import committed
+from fakes.publish_processes import Cluster
 
 from slipstream.weight_sync.errors import RankLost
 from slipstream.weight_sync.replica.version_state import Phase

@@ -5,7 +5,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from fakes.publish_processes import Cluster, committed
+from fakes.publish import committed
+from fakes.publish_processes import Cluster
 from fakes.stopped import stop_process
 
 from slipstream.weight_sync.publish.report import EXCLUDED

@@ -24,6 +24,7 @@ from slipstream.weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
+from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
@@ -247,3 +248,8 @@ class EndpointThread:
         """Stop serving and end the loop."""
         self.run(self.endpoint.close())
         self._thread.close()
+
+
+def committed(report: PublishReport) -> list[bool]:
+    """Per replica."""
+    return [replica.committed for replica in report.replicas]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from cases.any_publishes import KINDS, WHOLE, publish_in_a_row
 from contract.test_delta_publish import MERGES, SYNC, check_publishes
-from fakes.publish_processes import Cluster, committed
+from fakes.publish import committed
+from fakes.publish_processes import Cluster
 
 from slipstream.conf.schema import WeightSyncConfig
 

@@ -334,27 +334,6 @@ def test_curves_of_a_resumed_run_do_not_double_back(tmp_path: Path) -> None:
     assert [event.step for event in curves.Scalars("optim/lr")] == [0, 1, 2, 3, 4]
 
 
-def test_a_step_says_what_its_time_is_measured_by(tmp_path: Path) -> None:
-    """Steps of 2 s that begin 2.5 s apart, on 2 GPUs and 0.5 for each of 4 workers; then 4 to 6 are made again."""
-
-    def at(step: int) -> StepRecord:
-        extra = {**record(step).extra, "rollout/replicas_wanted": 4, "rollout/replicas_serving": 4}
-        timeline = StepTimeline(2.5 * step, 2.5 * step + 2.0)
-        return record(step, extra=extra, timeline=timeline, optim=OptimStats(step, 1.0, 1e-3, True))
-
-    with open_telemetry(tmp_path, gpus=(2.0, 0.5)) as telemetry:
-        rows = [telemetry.step(at(step)) for step in range(1, 7)]
-    assert {row["step/gpus"] for row in rows} == {4.0}
-    assert [row["step/between_s"] for row in rows] == [None, *[pytest.approx(0.5)] * 5]
-    assert [row["step/goodput"] for row in rows[:3]] == [None] * 3, "the first one compiles, and three are quiet"
-    # Six steps of 2 s, and five pauses of half a second.
-    assert rows[-1]["step/goodput"] == pytest.approx(12 / 14.5)
-    with open_telemetry(tmp_path, first_step=3, gpus=(2.0, 0.5)) as telemetry:
-        again = [telemetry.step(at(step)) for step in (4, 5)]
-    assert [row["step/redone_s"] for row in again] == [pytest.approx(3 * 2.5), None]
-    assert again[0]["step/between_s"] is None
-
-
 def test_numbers_that_are_not_finite_are_null_and_rows_stay_json(tmp_path: Path) -> None:
     with open_telemetry(tmp_path) as telemetry:
         telemetry.step(record(1, optim=OptimStats(0, math.nan, 1e-3, False), sync=None))
@@ -402,26 +381,6 @@ def test_responses_without_a_reward_are_told_until_the_end(tmp_path: Path, caplo
     assert "failed" not in shown[0] + summary
 
 
-def test_progress_line_fits_the_terminal() -> None:
-    shown = StringIO()
-    with ProgressLine(Console(file=shown, force_terminal=True, width=40)) as progress:
-        progress.show(3, 10, "reward 1.000  [eval] 0.500  entropy 3.66  wait 0.50s", 65)
-    lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", shown.getvalue())
-    assert " step 3/10  left 1:05  reward 1.000  […" in lines
-    assert "0.50s" not in shown.getvalue()
-
-
-def test_run_log_carries_the_clock_and_leaves_the_root_logger_as_it_was(tmp_path: Path) -> None:
-    import logging
-
-    before = list(logging.getLogger().handlers)
-    with RunLog(tmp_path / "run.log", Console(file=StringIO())) as log:
-        log.context.set(7, 6)
-        logging.getLogger("orchestrator.test").info("hello")
-    assert "[step 7 v6] orchestrator.test: hello" in (tmp_path / "run.log").read_text()
-    assert logging.getLogger().handlers == before
-
-
 def test_curves_are_drawn_from_the_rows_alone(tmp_path: Path) -> None:
     with open_telemetry(tmp_path) as telemetry:
         telemetry.step(StepRecord(0, 0))
@@ -447,3 +406,24 @@ def test_an_evaluation_is_told_with_its_step_and_each_of_its_sets(
     assert [f"eval (step 3) {words}" in line for line in shown] == [True, True]
     result = RunResult(RunFolder(tmp_path), 5, 5, "reward", 0.75, None, None)
     assert re.search(rf"held-out reward +{re.escape(words)}$", result.summary(), re.MULTILINE)
+
+
+def test_a_step_says_what_its_time_is_measured_by(tmp_path: Path) -> None:
+    """Steps of 2 s that begin 2.5 s apart, on 2 GPUs and 0.5 for each of 4 workers; then 4 to 6 are made again."""
+
+    def at(step: int) -> StepRecord:
+        extra = {**record(step).extra, "rollout/replicas_wanted": 4, "rollout/replicas_serving": 4}
+        timeline = StepTimeline(2.5 * step, 2.5 * step + 2.0)
+        return record(step, extra=extra, timeline=timeline, optim=OptimStats(step, 1.0, 1e-3, True))
+
+    with open_telemetry(tmp_path, gpus=(2.0, 0.5)) as telemetry:
+        rows = [telemetry.step(at(step)) for step in range(1, 7)]
+    assert {row["step/gpus"] for row in rows} == {4.0}
+    assert [row["step/between_s"] for row in rows] == [None, *[pytest.approx(0.5)] * 5]
+    assert [row["step/goodput"] for row in rows[:3]] == [None] * 3, "the first one compiles, and three are quiet"
+    # Six steps of 2 s, and five pauses of half a second.
+    assert rows[-1]["step/goodput"] == pytest.approx(12 / 14.5)
+    with open_telemetry(tmp_path, first_step=3, gpus=(2.0, 0.5)) as telemetry:
+        again = [telemetry.step(at(step)) for step in (4, 5)]
+    assert [row["step/redone_s"] for row in again] == [pytest.approx(3 * 2.5), None]
+    assert again[0]["step/between_s"] is None

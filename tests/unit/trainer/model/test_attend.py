@@ -8,8 +8,9 @@ import math
 
 import pytest
 import torch
+from cases.tiny_models import LENGTHS, packed, relative_error
 
-from slipstream.trainer.model.attend import refusal_of
+from slipstream.trainer.model.attend import AttentionBackend, attend, refusal_of
 from slipstream.trainer.model.flash_attention import (
     KeptAttention,
     cut_out,
@@ -82,3 +83,20 @@ def test_a_full_device_is_no_refusal_of_heads(error, does_mean_refused):
         with pytest.raises(type(error)):
             refusal_of(fails)
     assert refusal_of(lambda: None) is None
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_flex_attention_is_padded_attention(window, has_sinks):
+    """Forward and uncompiled here, all that a CPU can; tests/gpu has the gradients. No block is full of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = PackedSequences.from_cu_seqlens(packed()[2], sum(LENGTHS), torch.device("cpu"))
+    shapes = [(sum(LENGTHS), heads, 16) for heads in (4, 2, 2)] + ([(4,)] if has_sinks else [])
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    q, k, v = inputs[:3]
+    sinks = inputs[3] if has_sinks else None
+    mine, wanted = (
+        attend(q, k, v, sequences, backend, 0.3, window=window, sinks_N=sinks)
+        for backend in (AttentionBackend.flex, AttentionBackend.padded)
+    )
+    assert relative_error(mine, wanted) < 1e-5

@@ -44,7 +44,6 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Activations, MlaNormEps, TrainMode
 from slipstream.trainer.kernels import delta_rule
 from slipstream.trainer.model import delta_net
-from slipstream.trainer.model.attend import AttentionBackend, attend
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
 CONFIGS = {
@@ -320,23 +319,6 @@ def test_the_eps_of_latent_norms_follows_the_engine_or_transformers():
         layer.self_attn.q_a_layernorm.variance_epsilon = 1e-3
         layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-3
     assert relative_error(rollout, hf_logits(oracle, batch)) < 1e-5
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("has_sinks", [True, False])
-def test_flex_attention_is_padded_attention(window, has_sinks):
-    """Forward and uncompiled here, all that a CPU can; tests/gpu has the gradients. No block is full of tokens."""
-    generator = torch.Generator().manual_seed(0)
-    sequences = PackedSequences.from_cu_seqlens(packed()[2], sum(LENGTHS), torch.device("cpu"))
-    shapes = [(sum(LENGTHS), heads, 16) for heads in (4, 2, 2)] + ([(4,)] if has_sinks else [])
-    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
-    q, k, v = inputs[:3]
-    sinks = inputs[3] if has_sinks else None
-    mine, wanted = (
-        attend(q, k, v, sequences, backend, 0.3, window=window, sinks_N=sinks)
-        for backend in (AttentionBackend.flex, AttentionBackend.padded)
-    )
-    assert relative_error(mine, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("leak", ["convolution", "state"])

@@ -10,32 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases.moe_cases import (
-    FAULTS,
-    HIDDEN,
-    NUM_EXPERTS,
-    NUM_TOKENS,
-    RANK,
-    TOP_K,
-    WIDTH,
-    make_batch,
-    make_experts,
-    rows_of,
-    run,
-    run_expert_parallel,
-)
+from cases.moe_cases import HIDDEN, NUM_EXPERTS, NUM_TOKENS, RANK, TOP_K, WIDTH, make_batch, make_experts, run
 from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
-from slipstream.conf.architecture.model_spec import ExpertFormat
 from slipstream.conf.schema import Activations
 from slipstream.trainer.adapter_io import pack_expert_a, pack_expert_b
-from slipstream.trainer.kernels.experts.dequant import GROUP
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.moe import dispatch, routed
-from slipstream.trainer.moe.bank import Towards, UnpackBuffers
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.experts import Experts
 
@@ -317,59 +301,6 @@ def test_no_rows_at_all_gives_gradients_of_zeros():
     assert len(grads) == 4 and not any(value.any() for value in grads.values())
 
 
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return {n: run_expert_parallel(n, tmp_path_factory.mktemp(f"ep{n}"), DTYPES) for n in (1, 2, 4)}
-
-
-def together(ranks, world_size: int, dtype: torch.dtype, is_full: bool, way: str) -> dict[str, Tensor]:
-    """Results of all ranks: tokens' by token, experts' by expert, both of which are cut along dim 0."""
-    parts = [results[dtype, is_full, way] for results in ranks[world_size]]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("is_full", [False, True], ids=["adapters", "full"])
-def test_gathered_tokens_give_one_ranks_sums_in_another_order(ranks, world_size, is_full):
-    """Experts see the same rows in the same order: their gradients have the same bits, except that of dx, of which a
-    rank's part is rounded before it travels."""
-    for dtype in DTYPES:
-        one = together(ranks, 1, dtype, is_full, "rows")
-        for way in ("tokens", "tokens, counted"):
-            many = together(ranks, world_size, dtype, is_full, way)
-            for name, wanted in one.items():
-                if name not in ("out", "x"):
-                    assert torch.equal(many[name], wanted), (dtype, way, name)
-            allowed = {"out": 2e-7, "x": 2e-7} if dtype is torch.float32 else {"out": 1e-4, "x": 2**-8}
-            found = {name: relative_error(many[name].float(), one[name].float()) for name in allowed}
-            assert all(found[name] <= allowed[name] for name in allowed), (dtype, way, found)
-            assert world_size == 1 or not torch.equal(many["x"], one["x"]), "one rank's order of sums"
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_partial_sums_that_get_lost_or_go_elsewhere_are_noticed(ranks, fault):
-    one = together(ranks, 1, torch.float32, False, "rows")
-    for world_size in (2, 4):
-        for name in ("out", "x", "weights"):
-            wrong = torch.cat([results[fault][name] for results in ranks[world_size]])
-            assert relative_error(wrong, one[name]) > 1e-2, name
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_expert_parallel_ranks_give_the_bits_of_one(ranks, world_size, dtype):
-    """Unequal shares of tokens, of four ranks of experts too, and one without tokens. Experts see the same rows in the
-    same order."""
-    for is_full in (False, True):
-        one, many = together(ranks, 1, dtype, is_full, "rows"), together(ranks, world_size, dtype, is_full, "rows")
-        for name, wanted in one.items():
-            assert torch.equal(many[name], wanted), name
-    assert any(rows_of(rank, 4) == slice(NUM_TOKENS, NUM_TOKENS) for rank in range(4))
-
-
 def test_sent_rows_end_when_they_were_sent(tmp_path, monkeypatch):
     """At 8,192 tokens of Kimi-K2 each of these tensors is 0.94 GB of a rank's peak."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
@@ -404,67 +335,6 @@ def test_sent_rows_end_when_they_were_sent(tmp_path, monkeypatch):
         dist.destroy_process_group()
     # x and the experts' output forward, then g, x and the gradient of the rows: tokens stay, products do not
     assert is_product_held == [True, False, True, True, False]
-
-
-def test_expert_gradients_divided_by_the_group_would_be_noticed(ranks):
-    one, two = (together(ranks, n, torch.float32, False, "rows")["down_lora_B"] for n in (1, 2))
-    assert relative_error(two / 2, one) > 0.1
-
-
-def fill_packed(experts: Experts) -> None:
-    assert experts.packed is not None
-    generator = torch.Generator().manual_seed(9)
-    for name, buffer in experts.packed.named_buffers():
-        if buffer.dtype is torch.bfloat16:
-            buffer.copy_(torch.rand(buffer.shape, generator=generator) * 0.05)
-        elif name.endswith("scale"):
-            buffer.copy_(torch.randint(118, 124, buffer.shape, generator=generator))
-        else:
-            limits = (-(2**31), 2**31) if buffer.dtype is torch.int32 else (0, 256)
-            buffer.copy_(torch.randint(*limits, buffer.shape, generator=generator))
-
-
-@pytest.mark.parametrize("expert_format", [ExpertFormat.int4, ExpertFormat.mxfp4])
-def test_packed_experts_are_plain_experts_of_the_unpacked_values(expert_format):
-    unpacked = UnpackBuffers(torch.bfloat16)
-    layers = [make_experts(dtype=torch.bfloat16, expert_format=expert_format, unpacked=unpacked) for _ in range(3)]
-    for one in layers:
-        fill_packed(one)
-    middle = layers[1]
-    bits = {name: buffer.clone() for name, buffer in middle.named_buffers()}
-    plain = make_experts(dtype=torch.bfloat16)
-    assert middle.packed is not None
-    with torch.no_grad():
-        gate_up, down = middle.packed.weights(Towards.output)
-        plain.gate_up_proj.copy_(gate_up)
-        plain.down_proj.copy_(down)
-        for name, parameter in middle.named_parameters():
-            getattr(plain, name).copy_(parameter)
-    layers[0].packed.weights(Towards.output)  # another layer's values are in the buffers
-    layers[2].packed.weights(Towards.output)
-    mine, wanted = run(middle), run(plain)
-    assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
-    assert bool(wanted["out"].any())
-    again = make_experts(dtype=torch.bfloat16, expert_format=expert_format, unpacked=UnpackBuffers(torch.bfloat16))
-    again.load_state_dict(middle.state_dict())
-    for name, buffer in again.named_buffers():
-        assert torch.equal(buffer, bits[name]), name
-
-
-def test_rows_that_are_not_whole_groups_are_refused():
-    with pytest.raises(ValueError, match=f"not whole groups of {GROUP}"):
-        Experts(
-            hidden_size=48,
-            intermediate_size=32,
-            first_expert=0,
-            num_local_experts=2,
-            compute_dtype=torch.bfloat16,
-            weight_dtype=torch.bfloat16,
-            lora=None,
-            device=torch.device("cpu"),
-            expert_format=ExpertFormat.int4,
-            unpacked=UnpackBuffers(torch.bfloat16),
-        )
 
 
 def test_a_poisoned_row_beyond_the_counts_would_be_noticed(monkeypatch):

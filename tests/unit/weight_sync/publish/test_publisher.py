@@ -13,55 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
-from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine
+from fakes.memory_transport import Fault, MemoryTransport
+from fakes.one_rank_publish import World
+from fakes.publish import KEY, DictSource, PlainEngine, committed
 
 from slipstream.conf.schema import WeightSyncConfig
-from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
+from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.layout import Binding
-from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish.publisher import Publisher
-from slipstream.weight_sync.publish.report import EXCLUDED, PublishReport
+from slipstream.weight_sync.publish.report import EXCLUDED
 from slipstream.weight_sync.publish.transaction import Transaction
 from slipstream.weight_sync.replica.messages import Bound
-
-
-class Unhashed(WeightSyncConfig):
-    verify_hashes = False
-
-
-class World:
-    """One trainer rank and some replicas."""
-
-    def __init__(
-        self, num_replicas: int, timeout_s: float = 10.0, verify_hashes: bool = True, num_ranks_of_last: int = 2
-    ) -> None:
-        self.fabric = MemoryFabric()
-        num_ranks = [2] * (num_replicas - 1) + [num_ranks_of_last]
-        self.engines = [PlainEngine([MemoryTransport(self.fabric) for _ in range(number)]) for number in num_ranks]
-        self.endpoints = [EndpointThread(engine) for engine in self.engines]
-        self.source = DictSource(0, num_ranks=1)
-        self.transport = MemoryTransport(self.fabric)
-        self.publisher = Publisher(
-            self.source,
-            self.transport,
-            rank=0,
-            world_size=1,
-            group=None,
-            config=(WeightSyncConfig if verify_hashes else Unhashed)(watermark_bytes=1 << 16, timeout_s=timeout_s),
-            key=KEY,
-        )
-
-    def connect(self) -> None:
-        self.publisher.connect([endpoint.address for endpoint in self.endpoints])
-
-    def session(self, replica: int, rank: int = 0) -> str:
-        return self.engines[replica].receivers[rank].describe().binding.session
-
-    def close(self) -> None:
-        self.publisher.close()
-        for endpoint in self.endpoints:
-            endpoint.close()
 
 
 @pytest.fixture
@@ -72,10 +34,6 @@ def world() -> Iterator[World]:
         yield made
     finally:
         made.close()
-
-
-def committed(report: PublishReport) -> list[bool]:
-    return [replica.committed for replica in report.replicas]
 
 
 def test_every_replica_serves_every_published_version(world: World) -> None:
@@ -337,84 +295,6 @@ def test_without_hashes_bytes_still_cross_and_are_counted() -> None:
     assert committed(report) == [True]
     assert world.engines[0].wrong_params(5) == []
     assert [report.num_changed_params, world.publisher.publish(6).num_changed_params] == [None, None], "nobody knows"
-    world.close()
-
-
-def test_publish_needs_connect() -> None:
-    world = World(1)
-    for asks in (lambda: world.publisher.publish(0), lambda: world.publisher.reconnect(0, world.endpoints[0].address)):
-        with pytest.raises(ProtocolError, match="before connect"):
-            asks()
-    world.close()
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_a_plan_made_for_expected_layouts_serves_those_engines_and_no_others(
-    is_right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(2)
-    plans: list[int] = []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        plans.append(1)
-        return build_plan(*args, **options)
-
-    monkeypatch.setattr("slipstream.weight_sync.publish.rank0.build_plan", counted)
-    expected = tuple(one.layout for one in (receiver.describe() for receiver in world.engines[0].receivers))
-    try:
-        world.publisher.plan_for([expected] * (2 if is_right else 1))
-        with pytest.raises(ProtocolError, match="before connect"):
-            world.publisher.publish(0)
-        world.connect()
-        assert len(plans) == (1 if is_right else 2)
-        assert committed(world.publisher.publish(0)) == [True, True]
-        assert [engine.wrong_params(0) for engine in world.engines] == [[], []]
-        names = [thread.name for thread in threading.enumerate()]
-        world.connect()  # again, to the same engines
-        assert len(plans) == (1 if is_right else 2)
-        still = [thread.name for thread in threading.enumerate()]
-        assert still.count("weight-sync-control") == names.count("weight-sync-control"), "the first ones are closed"
-        assert committed(world.publisher.publish(1)) == [True, True]
-    finally:
-        world.close()
-
-
-def test_connect_names_a_replica_that_is_not_there() -> None:
-    world = World(1)
-    with pytest.raises(ReplicaError, match=r"tcp://127\.0\.0\.1:9.*gone"):
-        world.publisher.connect([world.endpoints[0].address, "tcp://127.0.0.1:9"])
-    with pytest.raises(ProtocolError, match="no address"):
-        world.publisher.connect(["nonsense"])
-    world.close()
-
-
-def test_connect_refuses_links_that_differ() -> None:
-    world = World(1)
-    described = world.engines[0].receivers[0].describe
-    world.engines[0].receivers[0].describe = lambda: replace(described(), link="tcp")  # type: ignore[method-assign]
-    with pytest.raises(LinkMismatch, match=r"receives over tcp.*send over memory"):
-        world.connect()
-    world.close()
-
-
-@pytest.mark.parametrize("order", [slice(None, None, -1), slice(1, None)])
-def test_connect_refuses_ranks_that_are_not_described_in_their_order(order: slice) -> None:
-    """Answers of begin and verify have no ranks' numbers: their place says whose they are."""
-    world = World(1)
-    engine = world.engines[0]
-    engine.receivers = engine.receivers[order]
-    with pytest.raises(ProtocolError, match=r"described ranks \[1"):
-        world.connect()
-    world.close()
-
-
-def test_connect_refuses_what_cannot_be_planned() -> None:
-    world = World(1)
-    layout = world.source.layout()
-    world.source.layout = lambda: type(layout)(0, layout.tensors, layout.shards[1:])  # type: ignore[method-assign]
-    for _ in range(2):  # there is no plan for these layouts, though they are those of the last try
-        with pytest.raises(PlanError):
-            world.connect()
     world.close()
 
 

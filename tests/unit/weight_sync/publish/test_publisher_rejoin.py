@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 from fakes.memory_transport import MemoryFabric, MemoryTransport
-from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
+from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, committed, engine_layout
 
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import PlanMismatch, ReplicaError
 from slipstream.weight_sync.publish.publisher import Publisher
-from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.messages import Bound, addresses_digest
 from slipstream.weight_sync.replica.recovery import make_offer, pull
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
@@ -60,10 +59,6 @@ def worlds() -> Iterator[list[World]]:
     yield made
     for world in made:
         world.close()
-
-
-def committed(report: PublishReport) -> list[bool]:
-    return [replica.committed for replica in report.replicas]
 
 
 def test_a_replica_started_again_rejoins_and_the_other_notices_nothing(worlds: list[World]) -> None:
