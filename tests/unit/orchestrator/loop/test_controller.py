@@ -293,7 +293,10 @@ async def test_an_only_worker_that_dies_twice_while_a_batch_waits_is_published_t
     loop.restart = dies_at_once_at_first  # type: ignore[method-assign]
     await loop.run()
     assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
-    assert sum(row["rollout/recoveries"] or 0 for row in loop.rows) == 2
+    (row,) = (row for row in loop.rows if row["rollout/recoveries"])
+    assert loop.controller is not None
+    recoveries = loop.controller.services.supervisor.roster.recoveries
+    assert row["rollout/recoveries"] == 2 and row["rollout/down_s"] == max(one.down_s for one in recoveries)
 
 
 async def test_worker_that_recovers_from_its_peer_costs_the_trainer_one_introduction(tmp_path: Path) -> None:

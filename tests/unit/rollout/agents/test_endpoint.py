@@ -142,6 +142,7 @@ async def test_a_stream_is_the_whole_answer_in_events(
         assert last == b"data: [DONE]\n\n" and all(data.endswith(b"\n\n") for data in sent)
         assert {one["object"] for one in events} == {"chat.completion.chunk" if is_chat else "text_completion"}
         usage = [events.pop()] if tells_usage else []
+        assert not any("usage" in one for one in events)
         assert [one["usage"]["completion_tokens"] for one in usage] == [4] * tells_usage
         choices = [choice for one in events for choice in one["choices"]]
         assert [one["index"] for one in choices] == ([0, 0, 1, 1] if is_chat else [0, 1])

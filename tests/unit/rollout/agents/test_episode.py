@@ -151,6 +151,7 @@ async def test_a_later_turn_has_the_room_that_the_whole_conversation_leaves() ->
         ((9, 15, 20, 30), None, 15),
         ((9, 100, 50, 30), 7, 7),
         ((9, 15, 20, 30), 99, 15),
+        ((9, 100, 20, 30), 99, 20),
     ],
 )
 async def test_a_turn_may_sample_what_the_narrowest_limit_leaves(limits, asked: int | None, most: int) -> None:
