@@ -151,6 +151,7 @@ def record(flags: argparse.Namespace, _: list[str]) -> int:
 
 def doctor(flags: argparse.Namespace, _: list[str]) -> int:
     """Whether a run can work on this machine."""
+    tell("looking at this machine")
     from slipstream.orchestrator.cli.doctor import run_doctor
 
     return run_doctor(as_json=flags.json)

@@ -5,6 +5,7 @@ import pytest
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device
 from slipstream.orchestrator import environment
+from slipstream.orchestrator.cluster.ray_cluster import RAY_TIMEOUT_S
 from slipstream.orchestrator.environment import Variable, apply, resolve_device, variables, variables_for_actors
 from slipstream.orchestrator.machine import Machine
 from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
@@ -45,6 +46,7 @@ def test_engines_may_be_forked(device: environment.RunDevice) -> None:
 def test_ray_keeps_its_authentication_on_a_cluster_that_is_not_ours() -> None:
     own = {"RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_worker_niceness", "GLOO_SOCKET_IFNAME"}
     assert own <= run_environment("cpu").keys()
+    assert float(run_environment("cpu")["RAY_DASHBOARD_STARTUP_TIMEOUT_S"]) == RAY_TIMEOUT_S, "the page is waited for"
     assert not own & run_environment("cpu", is_own_cluster=False).keys()
 
 
