@@ -129,14 +129,15 @@ async def test_samples_need_not_divide_over_ranks(tmp_path: Path, num_ranks: int
 
 
 async def test_step_that_is_not_finite_publishes_nothing_and_is_counted(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=4))
-    loop.trainer.not_finite = {1}
+    """Three of them end no run while others are between them."""
+    loop = Loop(tmp_path, make_config(num_steps=7))
+    loop.trainer.not_finite = {1, 3, 5}
     controller = await loop.run()
-    assert [entry[1] for entry in loop.world.diary if entry[0] == "publish"] == [0, 1, 2, 3]
-    assert (controller.step, controller.policy_version) == (4, 3)
-    assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 1, 0, 0]
+    assert [entry[1] for entry in loop.world.diary if entry[0] == "publish"] == [0, 1, 2, 3, 4]
+    assert (controller.step, controller.policy_version) == (7, 4)
+    assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 1, 0, 1, 0, 1, 0]
     assert loop.rows[2]["sync/total_s"] is None and loop.rows[2]["optim/grad_norm"] is None
-    assert [version for version, _ in loop.trainer.trained] == [0, 1, 1, 2]
+    assert [version for version, _ in loop.trainer.trained] == [0, 1, 1, 2, 2, 3, 3]
 
 
 async def test_three_refused_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
