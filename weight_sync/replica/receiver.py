@@ -270,7 +270,7 @@ class Receiver:
         """Free the memory for changes. Every byte is sent from now on."""
         if self._landing is not None:
             self._landing.close()
-            self._landing = None
+            self._landing, self._holds = None, ""
 
     def _binding(self) -> Binding:
         zone = {} if self._landing is None else {zone_name(self._landing.num_bytes): self._landing.address}

@@ -283,6 +283,8 @@ def test_a_publish_to_nobody_asks_nobody(make) -> None:
     report = setup.transaction.report([RankPublishReport()], watermark_bytes=1, num_changed_params=None)
     assert (report.pause_s, report.verify_s, report.commit_s, report.idle_s, report.mark_s) == (0, 0, 0, 0, 0)
     assert report.changed_fraction is None, "nothing was compared"
+    compared = RankPublishReport(num_compared=8)
+    assert setup.transaction.report([compared], watermark_bytes=1, num_changed_params=0).changed_fraction == 0.0
 
 
 def test_timelines_are_of_all_ranks_and_of_the_replicas_that_began(make) -> None:

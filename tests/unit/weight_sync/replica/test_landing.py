@@ -55,6 +55,7 @@ def test_elements_go_to_their_places(zone, params):
         ([0, -2, 64, 16, 2], "bytes -2 to 62 cannot be written"),
         ([0, 31, 64, 16, 2], "bytes 31 to 95 cannot be written"),
         ([0, 32, 0, 16, 2], "cannot be written"),
+        ([0, 32, 65, 16, 2], "bytes 32 to 97 cannot be written"),
         ([0, 32, 1 << 40, 16, 2], "cannot be written"),
         ([1, 0, 64, 16, 2], "packed in bytes 0 to 64 cannot be written"),
         ([2, 0, 64, 16, 2], "bias in bytes 0 to 64 cannot be written"),
@@ -64,7 +65,7 @@ def test_elements_go_to_their_places(zone, params):
         ([0, 32, 64, 16, -1], "not in a zone"),
         ([0, 32, 64, 16, 1 << 40], "not in a zone"),
         ([0, 32, 64, 16, 1], "not as many as was said; nothing was written"),
-        ([0, 32, 32, 16, 2], "embed from byte 32 name elements outside them"),
+        ([0, 64, 32, 16, 2], "embed from byte 64 name elements outside them"),
     ],
 )
 def test_a_row_out_of_bounds_is_refused_before_anything_is_written(zone, params, row, message):

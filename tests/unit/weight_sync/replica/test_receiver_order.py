@@ -168,7 +168,8 @@ def test_changes_are_taken_against_what_was_held_and_once_in_an_epoch() -> None:
     layout = DestLayout(
         0, (Param("w", (32,), "bfloat16"),), (Load("w", Region((0,), (32,)), (0,), "w", 0, (1,)),)
     )  # fmt: skip
-    receiver = Receiver(params, layout, MemoryTransport(MemoryFabric()), landing_bytes=256)
+    transport = MemoryTransport(MemoryFabric())
+    receiver = Receiver(params, layout, transport, landing_bytes=256)
     expected = publish.expected_of({"w": (64, hash_bytes(params["w"]))})
     receiver.begin(1, 1, DIGEST)
     receiver.verify(1, 1, DIGEST, expected)
@@ -189,6 +190,13 @@ def test_changes_are_taken_against_what_was_held_and_once_in_an_epoch() -> None:
     receiver.verify_at_rest(4, 4, DIGEST, {})
     receiver.adopt(4, 4)
     assert receiver.begin(5, 5, DIGEST).holds == held, "bytes that a peer wrote are hashed, and so are known"
+    receiver.verify(5, 5, DIGEST, expected)
+    receiver.commit(5, 5)
+    for _ in range(2):
+        receiver.close_landing()
+    assert [one.num_bytes for one in transport.registered] == [64]
+    binding = receiver.begin(6, 6, DIGEST)
+    assert (binding.holds, set(binding.addresses)) == ("", {"w"}), "every byte is sent from now on"
 
 
 def test_fills_have_their_own_values_and_places() -> None:
