@@ -12,6 +12,7 @@ from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import KEEP_S, Router
+from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.weight_sync.errors import ReplicaDirty
@@ -19,10 +20,15 @@ from slipstream.weight_sync.errors import ReplicaDirty
 PROMPT = Prompt(0, (1,), "p")
 
 
-async def test_least_loaded_replica_is_asked() -> None:
-    supervisor, workers = supervised()
-    router = Router(supervisor, request_timeout_s=60)
+async def routed(num_workers: int, timeout_s: float = 60) -> tuple[Router, Supervisor, list[FakeWorker]]:
+    """A router of workers that serve."""
+    supervisor, workers = supervised(num_workers)
     await serve(supervisor)
+    return Router(supervisor, request_timeout_s=timeout_s), supervisor, workers
+
+
+async def test_least_loaded_replica_is_asked() -> None:
+    router, _, workers = await routed(2)
     for worker in workers:
         worker.gate = asyncio.Event()
     calls = [asyncio.create_task(router.generate_group(PROMPT, 2)) for _ in range(6)]
@@ -53,9 +59,7 @@ async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> 
 
 
 async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> None:
-    supervisor, (worker,) = supervised(1)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
+    router, supervisor, (worker,) = await routed(1)
 
     async def dirty_once() -> None:
         worker.before.clear()
@@ -70,9 +74,7 @@ async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> 
 
 
 async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
-    supervisor, (worker,) = supervised(1)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
+    router, _, (worker,) = await routed(1)
 
     num_refused = 0
 
@@ -90,9 +92,7 @@ async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
 
 @on_jumping_clock
 async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
-    supervisor, workers = supervised(2)
-    router = Router(supervisor, request_timeout_s=50)
-    await serve(supervisor)
+    router, supervisor, workers = await routed(2, timeout_s=50)
     workers[0].gate = asyncio.Event()
     assert len(await router.generate_group(PROMPT, 2)) == 2
     assert router.num_failed_groups == 1
@@ -104,36 +104,23 @@ async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(1050)
 
 
-async def test_wrong_number_of_responses_is_a_failure() -> None:
-    supervisor, (worker,) = supervised(1)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [([], "asked for 2 responses, got 1"), ([Rollout([], [], [], "", "stop")], "or one without a token")],
+)
+async def test_a_response_that_is_missing_or_empty_is_a_failure(more: list[Rollout], said: str) -> None:
+    router, _, (worker,) = await routed(1)
 
-    async def one_too_few(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
-        return [Rollout([1], [0.0], [0], "x", "stop")] * (n - 1)
+    async def answer(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
+        return [Rollout([1], [0.0], [0], "x", "stop")] * (n - 1) + more
 
-    worker.generate_group = one_too_few  # type: ignore[method-assign]
-    with pytest.raises(NoReplicasLeft, match="asked for 2 responses, got 1"):
-        await router.generate_group(PROMPT, 2)
-
-
-async def test_a_response_without_a_token_is_a_failure() -> None:
-    supervisor, (worker,) = supervised(1)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
-
-    async def one_empty(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
-        return [Rollout([1], [0.0], [0], "x", "stop")] * (n - 1) + [Rollout([], [], [], "", "stop")]
-
-    worker.generate_group = one_empty  # type: ignore[method-assign]
-    with pytest.raises(NoReplicasLeft, match="or one without a token"):
+    worker.generate_group = answer  # type: ignore[method-assign]
+    with pytest.raises(NoReplicasLeft, match=said):
         await router.generate_group(PROMPT, 2)
 
 
 async def test_a_response_that_is_handed_over_without_a_token_is_sampled_on_and_no_failure() -> None:
-    supervisor, (worker,) = supervised(1)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
+    router, _, (worker,) = await routed(1)
     generate, num_asked = worker.generate_group, 0
 
     async def hands_over_twice(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
@@ -176,9 +163,7 @@ async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> 
 
 
 async def test_a_group_that_is_given_up_is_cancelled_at_its_worker() -> None:
-    supervisor, workers = supervised(1)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
+    router, supervisor, workers = await routed(1)
     workers[0].gate = asyncio.Event()
     ended = asyncio.Event()
     generate = workers[0].generate_group
@@ -199,9 +184,7 @@ async def test_a_group_that_is_given_up_is_cancelled_at_its_worker() -> None:
 
 
 async def test_a_group_leaves_a_worker_that_goes_out_of_service_at_once() -> None:
-    supervisor, workers = supervised(2)
-    router = Router(supervisor, request_timeout_s=3600)
-    await serve(supervisor)
+    router, supervisor, workers = await routed(2, timeout_s=3600)
     workers[0].gate = asyncio.Event()
     group = asyncio.create_task(router.generate_group(PROMPT, 2))
     await until(lambda: workers[0].num_groups == 1)
@@ -213,9 +196,7 @@ async def test_a_group_leaves_a_worker_that_goes_out_of_service_at_once() -> Non
 
 
 async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
-    supervisor, (worker,) = supervised(1)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
+    router, _, (worker,) = await routed(1)
     asked: list[tuple[object, ...]] = []
     generate = worker.generate_group
 
@@ -232,9 +213,7 @@ async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
 
 @on_jumping_clock
 async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_costs_nobody() -> None:
-    supervisor, workers = supervised(6)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
+    router, supervisor, workers = await routed(6)
     await supervisor.fail(supervisor.roster.replicas["rollout-5"], "it died")
     asked: list[tuple[int, int | None]] = []
 
@@ -271,9 +250,7 @@ async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_no
 
 async def test_a_worker_that_fails_after_a_publish_or_a_restart_is_not_blamed() -> None:
     """A dirty answer is explained by a publish that began meanwhile, also when it is over by then."""
-    supervisor, (worker,) = supervised(1)
-    router = Router(supervisor, request_timeout_s=60)
-    await serve(supervisor)
+    router, supervisor, (worker,) = await routed(1)
 
     for pauses in (True, False):
 
