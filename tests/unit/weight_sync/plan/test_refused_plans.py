@@ -17,6 +17,7 @@ from slipstream.weight_sync.layout import (
     TensorMeta,
 )
 from slipstream.weight_sync.plan.chunks import MAX_RUNS
+from slipstream.weight_sync.plan.columns import LoadTable
 from slipstream.weight_sync.plan.plan import build_plan
 
 
@@ -74,6 +75,16 @@ def test_a_load_that_does_not_fit_is_refused_and_named(changes, pattern):
     with pytest.raises(PlanError, match=pattern) as caught:
         build_plan(*one_matrix(**changes), max_task_bytes=1 << 20)
     assert "replica 0 rank 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"region": Region((0, 0), (0, 6))}, {"stride": (6, -1), "offset": 5}, {"offset": 1}, {"offset": -1}]
+)
+def test_a_table_of_loads_is_refused_as_its_loads_are(changes):
+    sources, ((layout,),) = one_matrix(**changes)
+    for loads in (layout.loads, LoadTable.of(layout.loads)):
+        with pytest.raises(PlanError, match="leaves the parameter's 24 elements"):
+            build_plan(sources, [[dataclasses.replace(layout, loads=loads)]], max_task_bytes=1 << 20)
 
 
 def test_two_loads_of_the_same_bytes_are_refused():

@@ -17,14 +17,16 @@ from cases.pipeline_world import HASH_BYTES, NUM_RANKS, UnclosableTransport, Wor
 from cases.plan_tables import by_name
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
+from slipstream.weight_sync.changes import stream_bytes
 from slipstream.weight_sync.errors import TransferTimeout
 from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from slipstream.weight_sync.publish import lanes, pipeline, slot_turns
+from slipstream.weight_sync.publish.landings import Landing
 from slipstream.weight_sync.publish.lanes import PipelineResult, Replay
 from slipstream.weight_sync.publish.pipeline import Pipeline
 from slipstream.weight_sync.publish.slot_turns import FreeSlots, SharedLock
-from slipstream.weight_sync.publish.staging_slots import Slots
+from slipstream.weight_sync.publish.staging_slots import Batch, Slots
 from slipstream.weight_sync.publish.sums import Sums
 
 
@@ -128,6 +130,25 @@ def test_an_engine_rank_that_merges_is_not_written_to_where_a_load_has_no_factor
     report = world.pipeline.run(1, world.bindings(), world.budgets_s, merging={(0, 0)}).report
     assert (report.errors, written) == ({}, {world.sessions[0][1].session})
     assert report.num_bytes == sum(task.num_bytes for task in world.plan.tasks[0] if task.dest_rank == 1)
+
+
+def test_of_changes_only_what_changed_is_sent_and_what_takes_none_goes_whole() -> None:
+    """The second engine rank has the sums' columns 2 to 4: one that takes no changes, one with a record, and one that
+    is as it was."""
+    dest, landing = (0, 1), Landing(4096, 0, 64)
+    batch = Batch(slice(0, 3), ([10, 20, 30],), [64, 64, 64], [0, 1, 2])
+    replay: Any = object.__new__(Replay)
+    replay._merging, replay._landings, replay._addresses = (), {dest: landing}, {dest: [100, 200, 300]}
+    changes = SimpleNamespace(
+        was_asked=[False], takes_changes=[True, True, False, True, True], stream_of=lambda *given: (900, 2 - given[2])
+    )
+    entries = SimpleNamespace(columns=[2, 3, 4], offset=[0, 32, 0])
+    replay._slots = SimpleNamespace(entries={dest: entries}, changes=changes)
+    replay._result = SimpleNamespace(sums=SimpleNamespace(places=SimpleNamespace(first={dest: 2})))
+    load = SimpleNamespace(number=0, packets=[None] * 3, batches={dest: batch})
+    pieces = replay._pieces(SimpleNamespace(load=load, slot=0, has_streams=True), dest)
+    assert pieces == ([10, 900], [100, 4096], [64, stream_bytes(64, 1)])
+    assert (landing.rows, changes.was_asked) == ([(1, 32, 64, 0, 1)], [True])
 
 
 def test_slots_that_were_packed_for_nobody_who_began_are_free_at_once() -> None:
