@@ -15,6 +15,7 @@ from cases.tiny_models import (
     GEMMA4,
     GEMMA4_MOE,
     GLM,
+    GLM_DSA,
     GLM_LITE,
     GPT_OSS,
     LLAMA,
@@ -49,7 +50,7 @@ FAMILIES = {
     "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
     "minimax": MINIMAX, "qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE,
-    "deepseek_v32": DEEPSEEK_V32, "gemma3": GEMMA3, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE,
+    "deepseek_v32": DEEPSEEK_V32, "glm_dsa": GLM_DSA, "gemma3": GEMMA3, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from cases.tiny_models import (
     DEEPSEEK,
     DEEPSEEK_V32,
@@ -318,32 +319,9 @@ PUBLISHED = {
          "num_experts_per_tok": 8, "clip_qkv": None, "rms_norm_eps": 1e-5},
         6_919_161_856,
     ),
-    "GLM-4.7-Flash": (
-        {"model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
-         "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
-         "attention_bias": False, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
-         "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1,
-         "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True,
-         "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
-         "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "rope_scaling": None,
-         "max_position_embeddings": 202752, "tie_word_embeddings": False},
-        29_943_393_920,
-    ),
-    "DeepSeek-V3.2": (  # without scales of blocks and the layer of multi-token prediction
-        {"model_type": "deepseek_v32", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
-         "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-         "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-         "qk_rope_head_dim": 64, "v_head_dim": 128, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
-         "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
-         "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-         "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6,
-         "rope_theta": 10000, "max_position_embeddings": 163840, "tie_word_embeddings": False,
-         "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
-                          "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0",
-                                 "activation_scheme": "dynamic", "weight_block_size": [128, 128]}},
-        671_877_944_064,
-    ),
+    "Gemma-3-27B": ("gemma3_27b", 27_009_346_304),  # 27,432,406,640 with its tower of 423,060,336
+    "GLM-4.7-Flash": ("glm_4_7_flash", 29_943_393_920),
+    "DeepSeek-V3.2": ("deepseek_v3_2", 671_877_944_064),  # without scales and multi-token prediction
     "MiniMax-M2": (
         {"model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536,
          "mlp_intermediate_size": 8192, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
@@ -357,24 +335,18 @@ PUBLISHED = {
                                  "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}},
         228_689_764_864,
     ),
-    "Qwen3-Next-80B-A3B": (
-        {"model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
-         "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
-         "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-         "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
-         "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
-         "mlp_only_layers": [], "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rms_norm_eps": 1e-6,
-         "attention_bias": False, "max_position_embeddings": 262144, "tie_word_embeddings": False},
-        79_674_391_296,
-    ),
+    "Qwen3-Next-80B-A3B": ("qwen3_next_80b_a3b", 79_674_391_296),
 }  # fmt: skip
-"""The sizes in a published config.json, and the elements of that checkpoint's files."""
+"""The sizes in a published config.json, or the preset that has them, and the elements of that checkpoint's files."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_checkpoint_has_this_many_elements(name):
     config, num_elements = PUBLISHED[name]
+    if isinstance(config, str):
+        config = yaml.safe_load((Path(families.__file__).parents[1] / "model" / f"{config}.yaml").read_text())[
+            "hf_config"
+        ]
     tensors = read_config(config).checkpoint_tensors("bfloat16")
     assert sum(math.prod(meta.shape) for meta in tensors) == num_elements
 

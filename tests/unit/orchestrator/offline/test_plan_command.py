@@ -17,6 +17,7 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.model_checks import check_engine_takes_merged_weights
 from slipstream.conf.schema import DType, LoraConfig, RolloutConfig, SamplingConfig
 from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.offline import estimate as plan_command
 from slipstream.orchestrator.offline.estimate import PlanReport, plan_run
 from slipstream.orchestrator.offline.estimate_report import print_report
@@ -356,3 +357,24 @@ def test_planning_needs_neither_torch_nor_an_engine_in_its_own_process() -> None
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True, cwd=REPOSITORY
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("preset", "experts"),
+    [("deepseek_v3_2", "n_routed_experts"), ("gemma3_27b", None), ("gemma4_31b", None), ("gemma4_26b_a4b", None),
+     ("glm_4_7_flash", "n_routed_experts"), ("glm_5", "n_routed_experts"), ("minimax_m2", "num_local_experts"),
+     ("qwen3_5_27b", None), ("qwen3_5_35b_a3b", "num_experts"), ("qwen3_next_80b_a3b", "num_experts")],
+)  # fmt: skip
+def test_a_published_shape_is_planned(preset: str, experts: str | None) -> None:
+    """Six of its layers, so one of each kind, with 16 experts: engines get every tensor, and nothing else."""
+    words = [f"model={preset}", "++model.hf_config.num_hidden_layers=6", "++model.hf_config.quantization_config=null"]
+    words += [
+        "cluster.device=cuda",
+        "rollout.num_workers=1",
+        "trainer.ep_size=1",
+        "weight_sync.watermark_bytes=1073741824",
+    ]
+    report = planned(*words, *([f"++model.hf_config.{experts}=16"] if experts else []))
+    tensors = read_config(resolve_hf_config(report.config.model)).checkpoint_tensors("bfloat16")
+    params = [Param(meta.name, meta.shape, meta.dtype) for meta in tensors]
+    assert report.summary.num_bytes == sum(param.num_bytes for param in params)

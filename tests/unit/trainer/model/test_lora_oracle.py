@@ -8,8 +8,10 @@ from cases.tiny_models import (
     DEEPSEEK_V32,
     DENSE,
     GEMMA3,
+    GEMMA4,
     GEMMA4_MOE,
     GLM,
+    GLM_DSA,
     GLM_LITE,
     GPT_OSS,
     LLAMA,
@@ -43,8 +45,8 @@ from slipstream.trainer.weights.fused_experts import interleave
 MODELS = {
     "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "minimax": MINIMAX, "qwen3_5": QWEN3_5, "gemma3": GEMMA3, "gemma4_moe": GEMMA4_MOE,
-    "deepseek_v32": DEEPSEEK_V32,
+    "minimax": MINIMAX, "qwen3_5": QWEN3_5, "gemma3": GEMMA3, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE,
+    "deepseek_v32": DEEPSEEK_V32, "glm_dsa": GLM_DSA,
     "qwen3_next": {**QWEN3_NEXT, "num_experts_per_tok": 8},  # another route in bfloat16 would hide the rest
     "qwen3_5_moe": {**QWEN3_5_MOE, "num_experts_per_tok": 6},
 }  # fmt: skip
