@@ -80,7 +80,7 @@ def test_a_model_is_evaluated_as_it_is(run: Path, tmp_path: Path) -> None:
     assert (config.run.name, config.run.num_steps, config.run.dir) == ("eval-base", 0, "runs/evals")
     assert eval_config(None, None, None, ["model=checkpoint", f"model.path={model}", *words]) == (config, weights)
     assert eval_config(model, None, None, ["data=files", *words]) == (config, weights)
-    sets = ["data.eval_path=null", "data.eval_sets.hard=hard.jsonl", *words[1:]]
+    sets = ["data.eval_path=null", "data.eval_sets.hard=hard.jsonl", "data.eval_sets.more=more.jsonl", *words[1:]]
     assert eval_config(model, None, None, sets)[0].data.path == "hard.jsonl"
     adapter = write_adapter(tmp_path / "adapter", rank=8, alpha=4)
     config, weights = eval_config(model, adapter, None, [*words, "data.path=train.jsonl"])

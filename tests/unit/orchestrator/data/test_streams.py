@@ -253,8 +253,10 @@ def test_ids_tell_source_and_row_apart(files: tuple[str, ...], stream: bool) -> 
             prompt(row.columns["n"]), prompt_id=number, fields={"file": row.where.rpartition(".jsonl")[0][-1]}
         )
 
-    data = Buffered(sources=files, stream=stream)
-    seen = {item.prompt_id: item for item in islice(training_stream(data, read, seed=1), 100)}
+    data = Buffered(sources=files, stream=stream, weights=(1.0, 3.0))
+    items = training_stream(data, read, seed=1)
+    assert items.state_dict()["weights"] == [0.25, 0.75]
+    seen = {item.prompt_id: item for item in islice(items, 100)}
     assert {number: item.fields["file"] for number, item in seen.items()} == {
         0: "a", 1: "b", 2: "a", 3: "b", 4: "a", 5: "b", 7: "b", 9: "b",
     }  # fmt: skip

@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 
 from slipstream.conf.schema import AlgorithmConfig, DataConfig, Objective, RunConfig, RunSection
-from slipstream.orchestrator.figures.held_out import EvalNames, choosing_metrics, eval_names, evaluate_groups, is_better
+from slipstream.orchestrator.figures.held_out import (
+    EvalNames,
+    choosing_metrics,
+    eval_names,
+    evaluate_groups,
+    in_words,
+    is_better,
+)
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 PROMPT = Prompt(0, (1,), "p")
@@ -28,7 +35,11 @@ def test_figures_by_hand() -> None:
     assert found["eval/easy/pass_at_3"] == 1.0  # of the prompt whose three responses were judged
     assert (found["eval/hard/pass_at_1"], found["eval/hard/reward_se"]) == (0.0, None)  # 0.5 is not right
     assert (found["eval/easy/majority"], found["eval/hard/majority"]) == (0.75, 0.0)  # 1, and one of two
+    assert in_words(found, "reward") == "0.444 (easy 0.583, hard 0.167)"
     assert (found["eval/failures"], found["eval/rollouts"]) == (1, 9)
+    assert evaluate_groups({"hard": hard}, 3, EvalNames(("hard",), (1,)), 0.5)["eval/hard/pass_at_1"] == pytest.approx(
+        1 / 3
+    )
     assert (found["eval/version_spread"], found["eval/other_version_fraction"]) == (1, pytest.approx(6 / 18))
 
 
