@@ -135,7 +135,7 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
         world.close()
 
 
-def test_factors_alone_are_sent_from_the_first_publish_on_also_to_an_engine_that_was_started_again(make_world):
+def test_factors_alone_are_sent_from_the_first_publish_on_also_to_an_engine_that_was_started_again(make_world, caplog):
     world = make_world()
     assert world.factor_bytes < world.whole_bytes / 2
     for version in range(3):
@@ -144,13 +144,15 @@ def test_factors_alone_are_sent_from_the_first_publish_on_also_to_an_engine_that
         assert report.num_bytes == world.factor_bytes
     world.restart_engine()
     assert world.publish(3).num_bytes == world.factor_bytes
+    assert "get every byte" not in caplog.text
     world.rank.delivery._publisher.release()
     assert world.link.num_held == 0, "staging of the base's survey is unregistered as well"
 
 
-def test_a_base_that_differs_by_a_bit_is_known_by_its_digest_and_every_byte_is_sent(make_world):
+def test_a_base_that_differs_by_a_bit_is_known_by_its_digest_and_every_byte_is_sent(make_world, caplog):
     world = make_world(flipped=Q[0])
     report = world.publish(0)
+    assert f"{NUM_RANKS} of {NUM_RANKS} engine ranks get every byte" in caplog.text
     assert (report.num_committed, report.num_takers) == (1, 0), report
     assert report.num_bytes == world.whole_bytes
 

@@ -57,6 +57,8 @@ def test_replicas_need_not_have_equally_many_ranks() -> None:
         for version in (0, 1):
             assert committed(world.publisher.publish(version)) == [True, True]
             assert [engine.wrong_params(version) for engine in world.engines] == [[], []]
+        world.publisher.reconnect(1, world.endpoints[1].address)
+        assert committed(world.publisher.publish(2)) == [True, True], "each has a layout of its own"
     finally:
         world.close()
 
@@ -64,6 +66,8 @@ def test_replicas_need_not_have_equally_many_ranks() -> None:
 def test_a_publish_of_the_same_weights_says_that_nothing_changed(world: World) -> None:
     assert world.publisher.publish(0).num_changed_params is None
     assert world.publisher.publish(0).num_changed_params == 0
+    world.publisher.publish(1, exclude=[0])
+    assert world.publisher.publish(1).num_changed_params == 2 * 5, "in the one that missed it"
 
 
 def test_engines_zeroed_before_a_publish_are_equal_after(world: World) -> None:

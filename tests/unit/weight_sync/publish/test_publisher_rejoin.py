@@ -251,3 +251,7 @@ def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(wo
     world.engines[0].calls.clear()
     world.publisher.connect(addresses, absent=[0])
     assert world.engines[0].calls == [], "it is out of service, and might keep everybody waiting"
+    world.end(3)
+    world.publisher.connect(addresses, absent=[])
+    assert committed(world.publisher.publish(4)) == [True, True, True, False], "the last one is gone"
+    world.publisher.reconnect(3, world.start(3))
