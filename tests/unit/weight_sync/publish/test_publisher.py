@@ -24,6 +24,7 @@ from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import EXCLUDED
 from slipstream.weight_sync.publish.transaction import Transaction
 from slipstream.weight_sync.replica.messages import Bound
+from slipstream.weight_sync.replica.version_state import Phase
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_a_replica_that_raises_is_named_with_its_error(world: World, verb: str, 
     said = f"{world.endpoints[0].address}: {asked} failed with RuntimeError: no {verb} today"
     assert report.replicas[0].error == f"ReplicaError: {said}"
     assert world.engines[0].calls[-2:] == [verb, "abort"]
-    assert not world.endpoints[0].endpoint.state.is_serving
+    assert world.endpoints[0].endpoint.state.phase is Phase.dirty
     assert committed(world.publisher.publish(1)) == [True, True]
 
 

@@ -132,10 +132,12 @@ def test_missing_entries_are_refused(rank: Rank, change: Callable[[Expected], Ex
 
 
 def test_without_hashes_counts_are_still_proven(rank: Rank) -> None:
-    rank.begin(4)
-    rank.verify(4, publish.expected_of(sums_of(4), has_hashes=False))
-    rank.receiver.commit(4, 1)
+    rank.publish(3, 1)
+    rank.begin(4, 2)
+    rank.verify(4, publish.expected_of(sums_of(4), has_hashes=False), epoch=2)
+    rank.receiver.commit(4, 2)
     assert rank.receiver.state.is_serving
+    assert rank.receiver.committed_hashes == {}, "those of the version before say nothing"
 
 
 def test_another_plan_is_refused(rank: Rank) -> None:
@@ -152,14 +154,15 @@ def test_a_stale_epoch_is_refused_and_harmless(rank: Rank) -> None:
 
 
 def test_what_came_from_a_peer_in_an_epoch_before_is_not_adopted(rank: Rank) -> None:
-    for epoch in (1, 2):
+    hashes = {name: hash_bytes(tensor) for name, tensor in rank.params.items()}
+    for epoch, known in ((1, hashes), (2, {})):
         rank.receiver.begin(4, epoch, DIGEST)
-        rank.receiver.verify_at_rest(4, epoch, DIGEST, {})
+        rank.receiver.verify_at_rest(4, epoch, DIGEST, known)
     with pytest.raises(StaleEpoch, match="epoch 1"):
         rank.receiver.adopt(4, 1)
     assert not rank.receiver.state.is_serving
     rank.receiver.adopt(4, 2)
-    assert rank.receiver.state.is_serving
+    assert rank.receiver.state.is_serving and rank.receiver.committed_hashes == {}
 
 
 def test_parameters_that_moved_up_or_down_are_named(rank: Rank) -> None:

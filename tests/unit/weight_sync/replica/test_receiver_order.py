@@ -175,6 +175,8 @@ def test_changes_are_taken_against_what_was_held_and_once_in_an_epoch() -> None:
     receiver.verify(1, 1, DIGEST, expected)
     receiver.commit(1, 1)
     held = receiver.begin(2, 2, DIGEST).holds
+    with pytest.raises(IntegrityError, match="were not sent"):  # said before changes are looked at
+        receiver.verify(2, 2, DIGEST, replace(expected, num_bytes=bytes(8), base="other"))
     refused = [
         ({"base": "other"}, f"against other, it held {held[:12]}"), ({"base": held}, "held nothing known"),
         ({"changes": bytes(40)}, "against nothing, it held nothing known"),
