@@ -4,12 +4,26 @@ Configurations (tile sizes, warps, stages) are fixed in the code, by shape, rank
 at different times on ranks with different row counts, and collectives would time out.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def by_device(definition: Callable[P, R], kernel: Callable[P, R]) -> Callable[P, R]:
+    """What a definition in torch computes, by the kernel where the first argument is on a GPU."""
+
+    @functools.wraps(definition)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (kernel if cast(Tensor, args[0]).is_cuda else definition)(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)

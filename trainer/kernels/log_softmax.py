@@ -14,13 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.trainer.kernels.launch import programs
+from slipstream.trainer.kernels.launch import by_device, programs
 
 BLOCK = 4096
 
 
 def log_softmax_torch(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition of `log_softmax`; makes one float32 copy of the logits."""
+    """Log-probabilities at the targets, log-normalizers and entropies (nats), float32. Copies the logits once, widened.
+
+    Args:
+        logits_CV: contiguous.
+        targets_C: int64 columns.
+        temperature: > 0.
+    """
     work_CV = logits_CV.to(torch.float32, copy=True).div_(temperature)
     max_C = work_CV.amax(dim=-1)
     work_CV.sub_(max_C.unsqueeze(-1))
@@ -40,7 +46,14 @@ def logits_gradient_torch(
     temperature: float,
     entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The definition of `logits_gradient`."""
+    """The gradient of the logits, in their dtype, from that of the log-probabilities. May overwrite the logits.
+
+    Args:
+        logits_CV, targets_C, temperature: as in `log_softmax`.
+        normalizers_C: as `log_softmax` returned them.
+        grads_C: float32.
+        entropy: entropies, as `log_softmax` returned them, and their gradients, float32. None: they have no gradient.
+    """
     scale_C = (grads_C.float() / temperature).unsqueeze(-1)
     work_CV = logits_CV.float().div_(temperature)  # in place if it is float32
     work_CV.sub_(normalizers_C.unsqueeze(-1))
@@ -90,35 +103,8 @@ def logits_gradient_triton(
     return logits_CV
 
 
-def log_softmax(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities at the targets, log-normalizers and entropies (nats), float32.
-
-    Args:
-        logits_CV: contiguous.
-        targets_C: int64 columns.
-        temperature: > 0.
-    """
-    return (log_softmax_triton if logits_CV.is_cuda else log_softmax_torch)(logits_CV, targets_C, temperature)
-
-
-def logits_gradient(
-    logits_CV: Tensor,
-    targets_C: Tensor,
-    normalizers_C: Tensor,
-    grads_C: Tensor,
-    temperature: float,
-    entropy: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """The gradient of the logits, in their dtype, from that of the log-probabilities. May overwrite the logits.
-
-    Args:
-        logits_CV, targets_C, temperature: as in `log_softmax`.
-        normalizers_C: as `log_softmax` returned them.
-        grads_C: float32.
-        entropy: entropies, as `log_softmax` returned them, and their gradients, float32. None: they have no gradient.
-    """
-    implementation = logits_gradient_triton if logits_CV.is_cuda else logits_gradient_torch
-    return implementation(logits_CV, targets_C, normalizers_C, grads_C, temperature, entropy)
+log_softmax = by_device(log_softmax_torch, log_softmax_triton)
+logits_gradient = by_device(logits_gradient_torch, logits_gradient_triton)
 
 
 @triton.jit

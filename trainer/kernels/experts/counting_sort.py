@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
+from slipstream.trainer.kernels.launch import by_device, cdiv, next_power_of_2, programs
 
 BLOCK = 128
 
@@ -35,8 +35,14 @@ class ExpertOrder(NamedTuple):
     """int32; one past each expert's last row."""
 
 
-def sort_by_expert_torch(experts_S: Tensor, num_experts: int, top_k: int) -> ExpertOrder:
-    """The definition of `sort_by_expert`."""
+def sort_by_expert_torch(experts_S: Tensor, num_experts: int, top_k: int = 1) -> ExpertOrder:
+    """Sort choices by their expert.
+
+    Args:
+        experts_S: int64 ids in 0..num_experts-1, contiguous.
+        num_experts: E.
+        top_k: choices per token.
+    """
     choice_of_row_S = experts_S.argsort(stable=True)
     row_of_choice_S = torch.empty_like(choice_of_row_S)
     row_of_choice_S[choice_of_row_S] = torch.arange(experts_S.numel(), device=experts_S.device)
@@ -46,7 +52,7 @@ def sort_by_expert_torch(experts_S: Tensor, num_experts: int, top_k: int) -> Exp
     return ExpertOrder(choice_of_row_S, choice_of_row_S // top_k, row_of_choice_S, counts_E, ends_E)
 
 
-def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> ExpertOrder:
+def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int = 1) -> ExpertOrder:
     """The same as sort_by_expert_torch, by three kernels."""
     num_ids = experts_S.numel()
     if not num_ids:
@@ -68,16 +74,7 @@ def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> Ex
     return ExpertOrder(choices, tokens, rows, counts_E, ends_E)
 
 
-def sort_by_expert(experts_S: Tensor, num_experts: int, top_k: int = 1) -> ExpertOrder:
-    """Sort choices by their expert.
-
-    Args:
-        experts_S: int64 ids in 0..num_experts-1, contiguous.
-        num_experts: E.
-        top_k: choices per token.
-    """
-    implementation = sort_by_expert_triton if experts_S.is_cuda else sort_by_expert_torch
-    return implementation(experts_S, num_experts, top_k)
+sort_by_expert = by_device(sort_by_expert_torch, sort_by_expert_triton)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_blocks"])

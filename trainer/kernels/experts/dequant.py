@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.trainer.kernels.launch import cdiv, programs
+from slipstream.trainer.kernels.launch import by_device, cdiv, programs
 
 GROUP = 32
 """Elements under one scale, in both formats."""
@@ -24,7 +24,16 @@ WORDS_A_PROGRAM = 1024
 
 
 def dequantize_int4_torch(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """The definition of `dequantize_int4`."""
+    """Unpack and scale.
+
+    Args:
+        packed: int32 [..., K / 8], contiguous.
+        scale: bfloat16 [..., K / 32], contiguous.
+        out: [..., K], contiguous, any float dtype.
+
+    Returns:
+        out.
+    """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     values = ((packed[..., None] >> shifts) & 0xF) - 8
     grouped = values.flatten(-2).unflatten(-1, (-1, GROUP)).float() * scale[..., None].float()
@@ -32,7 +41,16 @@ def dequantize_int4_torch(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def dequantize_mxfp4_torch(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """The definition of `dequantize_mxfp4`."""
+    """Unpack and scale.
+
+    Args:
+        blocks: uint8 [..., K / 32, 16], contiguous.
+        scales: uint8 [..., K / 32], contiguous.
+        out: [..., K], contiguous, any float dtype.
+
+    Returns:
+        out.
+    """
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=blocks.device)
     codes = torch.stack([blocks & 0xF, blocks >> 4], -1).flatten(-2)
     values = torch.ldexp(table[codes.long()], scales.int()[..., None] - 127)
@@ -58,34 +76,8 @@ def dequantize_mxfp4_triton(blocks: Tensor, scales: Tensor, out: Tensor) -> Tens
     return out
 
 
-def dequantize_int4(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """Unpack and scale.
-
-    Args:
-        packed: int32 [..., K / 8], contiguous.
-        scale: bfloat16 [..., K / 32], contiguous.
-        out: [..., K], contiguous, any float dtype.
-
-    Returns:
-        out.
-    """
-    implementation = dequantize_int4_triton if packed.is_cuda else dequantize_int4_torch
-    return implementation(packed, scale, out)
-
-
-def dequantize_mxfp4(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Unpack and scale.
-
-    Args:
-        blocks: uint8 [..., K / 32, 16], contiguous.
-        scales: uint8 [..., K / 32], contiguous.
-        out: [..., K], contiguous, any float dtype.
-
-    Returns:
-        out.
-    """
-    implementation = dequantize_mxfp4_triton if blocks.is_cuda else dequantize_mxfp4_torch
-    return implementation(blocks, scales, out)
+dequantize_int4 = by_device(dequantize_int4_torch, dequantize_int4_triton)
+dequantize_mxfp4 = by_device(dequantize_mxfp4_torch, dequantize_mxfp4_triton)
 
 
 @triton.jit

@@ -18,7 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.trainer.kernels.experts.groups import RowGroups
-from slipstream.trainer.kernels.launch import Tiling, cdiv, factor_of, padded_rank, precision_of, programs, tiling_of
+from slipstream.trainer.kernels.launch import (
+    Tiling,
+    by_device,
+    cdiv,
+    factor_of,
+    padded_rank,
+    precision_of,
+    programs,
+    tiling_of,
+)
 
 GATHER, GATHER_FROM_HOST = Tiling(32, 128, warps=8, stages=1), Tiling(1, 1024, warps=4, stages=1)
 PROJECT = {
@@ -38,9 +47,20 @@ def gather_rows_torch(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None)
 
 
 def gather_project_torch(
-    x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float, v_EK: Tensor | None
+    x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float = 1.0, v_EK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition of `gather_project`; sums in float32 (float64 for float64), each result rounded once."""
+    """Gather rows and project them; sums in float32 (float64 for float64), each result rounded once.
+
+    Args:
+        x: rows of K elements.
+        source_S: int64; which row of x is row i in expert order.
+        p_ERK: one (r, K) factor per expert, any float dtype and strides; taken in x's dtype.
+        groups: which expert each row belongs to after the gather.
+        v_EK: one vector per expert, or None.
+
+    Returns:
+        rows_SK and low_SR in x's dtype; dots_S float32, None without v_EK.
+    """
     rows_SK = x[source_S]
     low_SR = rows_SK.new_empty(rows_SK.shape[0], p_ERK.shape[1])
     for expert, rows in groups.slices():
@@ -66,7 +86,7 @@ def gather_rows_triton(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None
 
 
 def gather_project_triton(
-    x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float, v_EK: Tensor | None
+    x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float = 1.0, v_EK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same as gather_project_torch, by a kernel; P may have any strides."""
     num_rows, num_columns, rank = source_S.shape[0], x.shape[1], p_ERK.shape[1]
@@ -91,23 +111,7 @@ def gather_rows(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None) -> Te
     return (gather_rows_triton if source_S.is_cuda else gather_rows_torch)(x, source_S, ends_E)
 
 
-def gather_project(
-    x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, *, scale: float = 1.0, v_EK: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gather rows and project them.
-
-    Args:
-        x: rows of K elements.
-        source_S: int64; which row of x is row i in expert order.
-        p_ERK: one (r, K) factor per expert, any float dtype and strides; taken in x's dtype.
-        groups: which expert each row belongs to after the gather.
-        v_EK: one vector per expert, or None.
-
-    Returns:
-        rows_SK and low_SR in x's dtype; dots_S float32, None without v_EK.
-    """
-    implementation = gather_project_triton if x.is_cuda else gather_project_torch
-    return implementation(x, source_S, p_ERK, groups, scale, v_EK)
+gather_project = by_device(gather_project_torch, gather_project_triton)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

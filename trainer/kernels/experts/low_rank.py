@@ -23,6 +23,7 @@ from torch import Tensor
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.kernels.launch import (
     Tiling,
+    by_device,
     cdiv,
     factor_of,
     next_power_of_2,
@@ -55,7 +56,17 @@ CUT_FROM_ROWS = 1 << 16
 def add_low_rank_torch(
     rows_SN: Tensor, low_SR: Tensor | None, p_ENR: Tensor | None, bias_EN: Tensor | None, groups: RowGroups
 ) -> Tensor:
-    """The definition of `add_low_rank`."""
+    """Add low @ P[e]^T and the expert's bias to rows, in place, rounded once; see the top for bfloat16.
+
+    Args:
+        rows_SN: contiguous.
+        low_SR: [S, r], or None.
+        p_ENR: one (N, r) factor per expert, any float dtype and strides, taken in low's dtype; None with low.
+        bias_EN: one vector per expert, or None.
+
+    Returns:
+        rows_SN.
+    """
     wide = torch.promote_types(rows_SN.dtype, torch.float32)
     out_SN = rows_SN.to(wide, copy=True)
     if low_SR is not None and p_ENR is not None:
@@ -86,7 +97,18 @@ def low_rank_gradient_torch(
     source_S: Tensor | None = None,
     weights_S: Tensor | None = None,
 ) -> Tensor:
-    """The definition of `low_rank_gradient`."""
+    """Write (w * left)[rows of e]^T @ right[rows of e] for every expert.
+
+    Args:
+        left_SR: the narrow side.
+        right_XN: the wide side, contiguous.
+        out_ERN: (E, r, N), any strides (a transposed view for a gradient of shape (E, N, r)).
+        source_S: int64; row i's wide side is right[source[i]]. None: right[i].
+        weights_S: the narrow side is multiplied by these and rounded again; None: all one.
+
+    Returns:
+        out_ERN.
+    """
     wide = torch.promote_types(left_SR.dtype, torch.float32)
     right_SN = right_XN if source_S is None else right_XN[source_S]
     if weights_S is not None:
@@ -103,7 +125,7 @@ def add_low_rank_triton(
     """The same as add_low_rank_torch, by a kernel."""
     num_rows, num_columns = rows_SN.shape
     rank = 16 if low_SR is None else low_SR.shape[1]
-    if num_rows:
+    if num_rows and not (p_ENR is None and bias_EN is None):
         tiling = tiling_of(ADD, rank, rows_SN.element_size())
         tiles = groups.tiles(tiling.rows)
         programs(_add_low_rank, (cdiv(num_columns, SPAN), tiles.shape[0]))(
@@ -171,24 +193,7 @@ def low_rank_gradient_triton(
     return out_ERN
 
 
-def add_low_rank(
-    rows_SN: Tensor, low_SR: Tensor | None, p_ENR: Tensor | None, bias_EN: Tensor | None, groups: RowGroups
-) -> Tensor:
-    """Add low @ P[e]^T and the expert's bias to rows, in place, rounded once; see the top for bfloat16.
-
-    Args:
-        rows_SN: contiguous.
-        low_SR: [S, r], or None.
-        p_ENR: one (N, r) factor per expert, any float dtype and strides, taken in low's dtype; None with low.
-        bias_EN: one vector per expert, or None.
-
-    Returns:
-        rows_SN.
-    """
-    if p_ENR is None and bias_EN is None:
-        return rows_SN
-    implementation = add_low_rank_triton if rows_SN.is_cuda else add_low_rank_torch
-    return implementation(rows_SN, low_SR, p_ENR, bias_EN, groups)
+add_low_rank = by_device(add_low_rank_torch, add_low_rank_triton)
 
 
 def add_dense_low_rank(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: float = 1.0) -> Tensor:
@@ -207,29 +212,7 @@ def add_dense_low_rank(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: flo
     return (add_dense_low_rank_triton if is_for_kernel else add_dense_low_rank_torch)(rows_TN, low_TR, p_NR, scale)
 
 
-def low_rank_gradient(
-    left_SR: Tensor,
-    right_XN: Tensor,
-    groups: RowGroups,
-    out_ERN: Tensor,
-    *,
-    source_S: Tensor | None = None,
-    weights_S: Tensor | None = None,
-) -> Tensor:
-    """Write (w * left)[rows of e]^T @ right[rows of e] for every expert.
-
-    Args:
-        left_SR: the narrow side.
-        right_XN: the wide side, contiguous.
-        out_ERN: (E, r, N), any strides (a transposed view for a gradient of shape (E, N, r)).
-        source_S: int64; row i's wide side is right[source[i]]. None: right[i].
-        weights_S: the narrow side is multiplied by these and rounded again; None: all one.
-
-    Returns:
-        out_ERN.
-    """
-    implementation = low_rank_gradient_triton if left_SR.is_cuda else low_rank_gradient_torch
-    return implementation(left_SR, right_XN, groups, out_ERN, source_S, weights_S)
+low_rank_gradient = by_device(low_rank_gradient_torch, low_rank_gradient_triton)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

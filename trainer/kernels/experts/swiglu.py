@@ -22,7 +22,15 @@ from torch import Tensor
 from slipstream.conf.architecture.activation import ExpertActivation
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.kernels.experts.swiglu_kernels import activate_rows, activate_rows_backward
-from slipstream.trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
+from slipstream.trainer.kernels.launch import (
+    Tiling,
+    by_device,
+    factor_of,
+    padded_rank,
+    precision_of,
+    programs,
+    tiling_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,16 @@ ADAPTED_BACKWARD = {32: Tiling(16, 64, warps=1, stages=2), 128: Tiling(64, 64, w
 def activate_torch(
     gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, groups: RowGroups, activation: ExpertActivation
 ) -> tuple[Tensor, Tensor | None]:
-    """The definition of `activate`."""
+    """Compute h, and its projection for the down adapter.
+
+    Args:
+        gu_SI: [S, 2I] base product with its bias, gate columns first.
+        xa_SR: scale times rows times A of gate and up; None without an adapter.
+        adapter: None without one.
+
+    Returns:
+        h [S, I] and ha [S, r] (None without an adapter), rounded once to gu's dtype.
+    """
     wide_SI = _adapted(gu_SI, xa_SR, adapter, groups)
     if activation.rounds_each:
         wide_SI = wide_SI.to(gu_SI.dtype).to(wide_SI.dtype)
@@ -84,8 +101,21 @@ def activate_backward_torch(
     groups: RowGroups,
     activation: ExpertActivation,
     needs_h: bool,
+    may_overwrite_gu: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The definition of `activate_backward`."""
+    """Gradients around the activation. May overwrite dh.
+
+    Args:
+        gu_SI, xa_SR, adapter, groups, activation: as in `activate`.
+        dh_SI: [S, I] output gradient times the base down weight, without routing weights.
+        db_SR: scale * output gradient times B of down; None without an adapter.
+        weights_S: routing weight of every row.
+        needs_h: whether to return hw.
+        may_overwrite_gu: whether the caller has no more use for gu.
+
+    Returns:
+        dgu [S, 2I], hw [S, I] (None unless asked for), dw [S] in float32, dba [S, r] (None without an adapter).
+    """
     dtype = gu_SI.dtype
     wide = torch.promote_types(dtype, torch.float32)
     h_SI, slope_SI, gate_factor_SI = _gated(_adapted(gu_SI, xa_SR, adapter, groups), activation)
@@ -198,50 +228,5 @@ def _constants(
     }  # fmt: skip
 
 
-def activate(
-    gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, groups: RowGroups, activation: ExpertActivation
-) -> tuple[Tensor, Tensor | None]:
-    """Compute h, and its projection for the down adapter.
-
-    Args:
-        gu_SI: [S, 2I] base product with its bias, gate columns first.
-        xa_SR: scale times rows times A of gate and up; None without an adapter.
-        adapter: None without one.
-
-    Returns:
-        h [S, I] and ha [S, r] (None without an adapter), rounded once to gu's dtype.
-    """
-    implementation = activate_triton if gu_SI.is_cuda else activate_torch
-    return implementation(gu_SI, xa_SR, adapter, groups, activation)
-
-
-def activate_backward(
-    gu_SI: Tensor,
-    xa_SR: Tensor | None,
-    adapter: InnerAdapter | None,
-    dh_SI: Tensor,
-    db_SR: Tensor | None,
-    weights_S: Tensor,
-    groups: RowGroups,
-    activation: ExpertActivation,
-    needs_h: bool,
-    may_overwrite_gu: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gradients around the activation. May overwrite dh.
-
-    Args:
-        gu_SI, xa_SR, adapter, groups, activation: as in `activate`.
-        dh_SI: [S, I] output gradient times the base down weight, without routing weights.
-        db_SR: scale * output gradient times B of down; None without an adapter.
-        weights_S: routing weight of every row.
-        needs_h: whether to return hw.
-        may_overwrite_gu: whether the caller has no more use for gu.
-
-    Returns:
-        dgu [S, 2I], hw [S, I] (None unless asked for), dw [S] in float32, dba [S, r] (None without an adapter).
-    """
-    if not gu_SI.is_cuda:
-        return activate_backward_torch(gu_SI, xa_SR, adapter, dh_SI, db_SR, weights_S, groups, activation, needs_h)
-    return activate_backward_triton(
-        gu_SI, xa_SR, adapter, dh_SI, db_SR, weights_S, groups, activation, needs_h, may_overwrite_gu
-    )
+activate = by_device(activate_torch, activate_triton)
+activate_backward = by_device(activate_backward_torch, activate_backward_triton)
