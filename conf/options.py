@@ -7,6 +7,8 @@ messages and docs/options.md are all written from these lists.
 Regenerate the page with `python -m slipstream.conf.options > docs/options.md`.
 """
 
+from __future__ import annotations
+
 import ast
 import dataclasses
 import difflib
@@ -113,8 +115,8 @@ def group_choices(group: str, extra_dir: Path | None = None) -> tuple[Choice, ..
     return tuple(Choice(group, name, _first_comment(path)) for name, path in sorted(files.items()))
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Known names that `name` was probably meant to be, best first; empty if none is similar.
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """At most three known names that `name` was probably meant to be, best first; empty if none is similar.
 
     A dotted name is compared as a whole and by its last part, so that `num_rank` finds `trainer.num_ranks`. A name that
     is part of a known one counts as similar.
@@ -132,7 +134,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     if not scored or scored[0][0] < 0.6:
         return []
     # Return only those about as near as the best one: one, if it is clearly the best.
-    return [candidate for value, candidate in scored[:count] if value >= max(0.6, scored[0][0] - 0.1)]
+    return [candidate for value, candidate in scored[:3] if value >= max(0.6, scored[0][0] - 0.1)]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

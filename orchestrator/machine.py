@@ -1,7 +1,6 @@
 """Facts about this machine, read without torch, Ray or any other library that would touch a GPU.
 
-Owns: readers of /proc, /sys, /dev and of the NVIDIA tools. Each takes the place to read from as a parameter, so that
-tests can pass their own. Does not own: judgements (doctor, preflight).
+Owns: readers of /proc, /sys, /dev and of the NVIDIA tools. Does not own: judgements (doctor, preflight).
 Invariant: nothing is started, allocated or changed, and no reader raises because a machine lacks something.
 """
 
@@ -149,11 +148,9 @@ def list_rdma_nics(root: Path = Path("/sys/class/infiniband")) -> list[Nic]:
     return nics
 
 
-def list_interfaces(root: Path = Path("/sys/class/net")) -> dict[str, str]:
+def list_interfaces() -> dict[str, str]:
     """Network interface -> state (`up`, `down`, `unknown`)."""
-    return (
-        {path.name: _read(path / "operstate") or "unknown" for path in sorted(root.iterdir())} if root.is_dir() else {}
-    )
+    return {path.name: _read(path / "operstate") or "unknown" for path in sorted(Path("/sys/class/net").glob("*"))}
 
 
 def count_cpus() -> int:
@@ -220,18 +217,18 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def answers(host: str, port: int, timeout_s: float = 3.0) -> bool:
+def answers(host: str, port: int) -> bool:
     """Whether a server accepts connections at this address."""
     try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
+        socket.create_connection((host, port), timeout=3.0).close()
     except OSError:
         return False
     return True
 
 
-def running_ray_cluster(record: Path = Path("/tmp/ray/ray_current_cluster")) -> str | None:
+def running_ray_cluster() -> str | None:
     """Address of a Ray cluster that runs on this machine, from a file that Ray writes; None if no server answers."""
-    address = _read(record)
+    address = _read(Path("/tmp/ray/ray_current_cluster"))
     host, _, port = address.rpartition(":")
     return address if port.isdigit() and answers(host or "127.0.0.1", int(port)) else None
 
@@ -277,10 +274,10 @@ class Machine:
 HERE = Machine()
 
 
-def _output(command: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 20.0) -> str:
+def _output(command: list[str], environ: Mapping[str, str] | None = None) -> str:
     """Standard output of a tool; empty if it is absent, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environ, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, env=environ, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -194,10 +194,10 @@ class RayTrainerGroup:
         self._rebirth.engines.absent.update(exclude)
         return (await self._on_all("publish", lambda _: (list(exclude), trace), timeout_s))[0]
 
-    async def disconnect(self, replicas: Sequence[int], timeout_s: float = _STEP_TIMEOUT_S) -> None:
+    async def disconnect(self, replicas: Sequence[int]) -> None:
         """Close every rank's links to dead replicas: their memory is free then. Waits for the call under way."""
         self._rebirth.engines.absent.update(replicas)
-        await self._on_all("disconnect", lambda _: (list(replicas),), timeout_s)
+        await self._on_all("disconnect", lambda _: (list(replicas),), _STEP_TIMEOUT_S)
 
     async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None:
         """Meet a replica that was started again; send its base first, where it has none."""

@@ -107,17 +107,17 @@ def check_available() -> None:
         raise SandboxUnavailable(f"{sys.executable} does not run inside a cell (status {ended.status}): {said}")
 
 
-def _cause(sysctl: Path = Path("/proc/sys"), status: Path = Path("/proc/self/status")) -> str:
+def _cause() -> str:
     """What on this machine usually stands in the way, if it does."""
     for name, bad, cure in (
         ("kernel/unprivileged_userns_clone", "0", "set it to 1"),
         ("kernel/apparmor_restrict_unprivileged_userns", "1", "set it to 0, or give this Python an AppArmor profile"),
         ("user/max_user_namespaces", "0", "raise it"),
     ):
-        file = sysctl / name
+        file = Path("/proc/sys") / name
         if file.is_file() and file.read_text().strip() == bad and os.geteuid() != 0:
             return f"; sysctl {name.replace('/', '.')} is {bad}: {cure}"
-    if "Seccomp:\t2" in status.read_text():
+    if "Seccomp:\t2" in Path("/proc/self/status").read_text():
         return (
             "; a seccomp filter is on, as in a container: start it with --security-opt seccomp=unconfined "
             "--security-opt systempaths=unconfined, or with a runtime that gives user namespaces"
