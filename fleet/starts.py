@@ -16,22 +16,18 @@ one recovery, and keeps the base also when the adapter fails; only a worker that
 trainer for it (`base_wanted_at`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from slipstream.conf.failures import in_words, outcome_when_done
 from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import Replica, ReplicaState, RolloutHandle
 from slipstream.fleet.roster import Roster
 from slipstream.fleet.waiting import wait_for
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.replica.recovery import Offer
+from slipstream.weight_sync.replica.recovery import Offer
 
 logger = logging.getLogger(__name__)
 NUM_READS = 2
