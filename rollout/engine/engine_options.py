@@ -61,9 +61,6 @@ def engine_environment(device: Device) -> dict[str, str]:
             # Triton's own default. An engine that compiles its model sets another one, in that model's folder, and one
             # that finds its model compiled does not: it would compile kernels of experts and of the sampler again.
             "TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")),
-            # Which variant of a kernel was fastest is kept beside them. Gated DeltaNet's six kernels have 88 variants,
-            # which every start would time again; and two engines might not choose the same.
-            "TRITON_CACHE_AUTOTUNING": "1",
             # vLLM would thaw the imports, which are frozen, and collect among them several times while it captures.
             "VLLM_ENABLE_CUDAGRAPH_GC": "1",
         }

@@ -16,12 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
-import triton
-from cases.only_compiles import OnlyCompiles, double_kernel
 from cases.tiny_models import GEMMA4
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device, DType, RolloutConfig
@@ -117,25 +112,6 @@ def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():
     assert arguments["kv_cache_memory_bytes"] == 256 << 20
     assert engine_environment(Device.cpu)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in engine_environment(Device.cuda)
-
-
-def test_a_later_engine_takes_the_variants_of_kernels_that_an_earlier_one_chose(tmp_path: Path, monkeypatch):
-    for name, value in (engine_environment(Device.cuda) | {"TRITON_CACHE_DIR": str(tmp_path)}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(driver, "_active", OnlyCompiles())
-    timed: list[int] = []
-    for seconds in ((2.0, 1.0), (1.0, 2.0)):
-        launched: list[int] = []
-        left = iter(seconds)
-        monkeypatch.setattr(JITFunction, "run", lambda *_, launched=launched, **given: launched.append(given["BLOCK"]))
-        choose = triton.autotune(
-            [triton.Config({"BLOCK": block}) for block in (16, 32)],
-            key=[],
-            do_bench=lambda *_, left=left, **__: timed.append(1) or [next(left)] * 3,
-        )
-        choose(double_kernel)[(1,)](torch.zeros(32))
-        assert launched == [32]
-    assert len(timed) == 2, "the second engine timed nothing"
 
 
 def test_engines_that_share_a_gpu_take_equal_parts_of_what_one_would_take():
