@@ -92,6 +92,8 @@ def test_an_answer_without_a_thought_begins_where_the_prompt_would_begin_one() -
     assert said == Answer(f"{OPEN}4<end>", len(OPEN), "<think>\n")
     alike = answer(Template("<think>\n"), chat_of("<table>"))
     assert alike.start == len(OPEN) and alike.unseen == "<think>\n", "however far the two texts are alike"
+    begun = Template("<think>\n", lambda one: one["content"].replace("a", "<think>\na").replace("b", "<think>\nb"))
+    assert answer(begun, chat_of("four")) == Answer(f"{OPEN}four<end>", len(OPEN), "<think>\n")
 
 
 def with_fields(message: dict[str, Any]) -> str:
@@ -104,6 +106,8 @@ def test_thinking_in_a_field_must_be_written() -> None:
             answer(Template(), chat_of("4", **{name: "hm"}))
     assert answer(Template(turn=with_fields), chat_of("4", reasoning=" hm ")).text == f"{OPEN} hm 4<end>"
     assert answer(Template(), chat_of("4", reasoning=None)).text == f"{OPEN}4<end>"
+    stripping = Template(turn=lambda one: with_fields(one).strip())
+    assert answer(stripping, chat_of("4", reasoning="\nhm")).text == f"{OPEN}hm4<end>"
 
 
 def counted(text: str, chat: Chat, is_open: bool) -> str:

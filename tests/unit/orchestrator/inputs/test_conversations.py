@@ -58,6 +58,10 @@ def test_every_assistant_turn_and_its_end_are_taught_and_nothing_else(folder):
     turns = [("user", "2+2?"), ("assistant", "4"), ("user", "3+3?"), ("assistant", "it is 6")]
     (conversation,) = _read(folder, [{"messages": [{"role": r, "content": c} for r, c in turns]}])
     assert _taught_text(folder, conversation) == "4<eos>it is 6<eos>"
+    (longer,) = _read(folder, [{"messages": [{"role": r, "content": c} for r, c in [*turns, ("user", "bye")]]}])
+    assert _taught_text(folder, longer) == "4<eos>it is 6<eos>"
+    assert longer.token_ids[: len(conversation.token_ids)] == conversation.token_ids
+    assert len(longer.token_ids) == len(conversation.token_ids) + len("[user]bye") + 1, "as the template writes it"
     assert len(conversation.token_ids) == len(conversation.is_taught)
 
 

@@ -11,6 +11,7 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import read_rows
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.rows.conversations import tokenized
 from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
@@ -120,6 +121,19 @@ def test_a_first_token_that_began_within_the_prompt_counts(folder):
     """The words are ["A:", " yes"] and ["A:", " no"], and the space is the prompt's."""
     pair = _read(folder, {"prompt": "A: ", "chosen": "yes", "rejected": "no"}, Words())
     assert pair.chosen.is_taught == pair.rejected.is_taught == (False, True)
+
+
+def test_a_first_token_that_nothing_precedes_does_not_count():
+    assert tokenized(" a b", [(0, 4)], "row 1", Words()).is_taught == (False, True)
+
+
+def test_the_template_is_given_the_runs_variables(folder):
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": "{{ mood }}" + TEMPLATE}))
+    turns = [[{"role": "assistant", "content": said}] for said in "45"]
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": turns[0], "rejected": turns[1]}
+    texts = _texts(folder, _read(folder, row, chat_template_kwargs={"mood": "glad"}))
+    assert texts == [("glad[user]2+2?<eos>[assistant]", f"{said}<eos>") for said in "45"]
 
 
 def test_other_columns_can_be_named(folder):

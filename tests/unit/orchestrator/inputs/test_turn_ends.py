@@ -138,6 +138,14 @@ def test_a_token_without_a_text_is_no_end_of_answers():
     assert unknown_end(Renders(["", "</s>"], "</s>")) is None
 
 
+def test_a_template_that_writes_no_answer_ends_none():
+    class Mute(Renders):
+        def render(self, chat: Chat, *, is_open: bool) -> str:
+            return "nothing"
+
+    assert unknown_end(Mute(["</s>"])) is None
+
+
 BASE = (QWEN[2], *QWEN[:2])
 """Qwen's tokens as its base models have them: <|endoftext|> is the end, and the template writes <|im_end|>."""
 SAMPLED = ["experiment=quickstart"]
