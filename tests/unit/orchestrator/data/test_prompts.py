@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.orchestrator.data.prompts import PromptReader
+from slipstream.orchestrator.data.prompts import PromptReader, chat_of
 from slipstream.orchestrator.data.sources import read_rows, resolve_path
 from slipstream.orchestrator.data.streams import Shuffled
 from slipstream.rollout.errors import DataError
@@ -326,3 +326,8 @@ def test_of_a_prompt_of_megabytes_only_the_beginning_is_tokenized(tmp_path, enco
     with pytest.raises(DataError, match="the prompt has 1000000 characters, more than 8 tokens"):
         read_prompts(path, Watched(), max_prompt_tokens=8)
     assert max(seen) < 1000
+
+
+def test_nulls_of_tools_are_parquets_unless_the_tools_are_text():
+    for given, tool in (([{"a": {"b": None, "c": 1}}], {"a": {"c": 1}}), ('[{"a": null}]', {"a": None})):
+        assert chat_of([], {"tools": given}, {}, "row 1").tools == [tool]

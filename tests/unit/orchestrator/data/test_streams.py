@@ -225,6 +225,8 @@ def test_a_cursor_of_other_rows_or_options_is_refused(other: Make, option: str) 
     ids(stream, 7)
     with pytest.raises(DataError, match=option):
         other().load_state_dict(stream.state_dict())
+    with pytest.raises(DataError, match=r"run\.seed"):
+        stream.load_state_dict({name: value for name, value in stream.state_dict().items() if name != "seed"})
 
 
 @pytest.mark.parametrize(

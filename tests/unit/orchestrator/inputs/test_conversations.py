@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slipstream.conf.schema import DataConfig
-from slipstream.orchestrator.data.sources import read_rows
+from slipstream.orchestrator.data.sources import START, Row, read_rows
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.orchestrator.inputs.rows.conversations import ConversationReader
 from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
@@ -63,6 +63,13 @@ def test_every_assistant_turn_and_its_end_are_taught_and_nothing_else(folder):
     assert longer.token_ids[: len(conversation.token_ids)] == conversation.token_ids
     assert len(longer.token_ids) == len(conversation.token_ids) + len("[user]bye") + 1, "as the template writes it"
     assert len(conversation.token_ids) == len(conversation.is_taught)
+
+
+def test_the_run_judges_the_tokens_of_every_sequence(folder):
+    judged: list[tuple[str, tuple[int, ...]]] = []
+    reader = ConversationReader(DataConfig(), TextEncoder(folder), lambda where, ids: judged.append((where, ids)))
+    row = Row("row 1", {"messages": [{"role": role, "content": text} for role, text in TURNS]}, START)
+    assert judged == [("row 1", one.token_ids) for one in reader.read(row, 0).sequences] and judged
 
 
 def test_content_in_parts_is_taught_as_its_text(folder):

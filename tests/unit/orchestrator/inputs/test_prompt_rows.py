@@ -22,6 +22,7 @@ from slipstream.orchestrator.inputs.rows.prompt_rows import (
     RowEncoder,
     check_data,
     check_ends,
+    check_vocabulary,
 )
 from slipstream.rollout.errors import DataError
 
@@ -44,7 +45,12 @@ def rows_of(*words: str) -> PromptRows:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"), [([], Shuffled), (["data.stream=true"], Streamed), (["data.order=middling"], Middling)]
+    ("words", "kind"),
+    [
+        ([], Shuffled),
+        (["data.stream=true"], Streamed),
+        (["data.order=middling"], Middling),
+    ],
 )
 def test_options_choose_the_order(
     tmp_path: Path, words: list[str], kind: type, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +154,17 @@ def test_a_model_without_an_end_is_refused(words: list[str], cure: str) -> None:
     with pytest.raises(ConfigError, match=f"no file of the model names a token that ends a response.*{cure}"):
         check_ends(config, {})
     check_ends(config, {2: "<eos>"})
+    if words:
+        sampling = replace(config.rollout.sampling, stop_token_ids=(5,))
+        with pytest.raises(ConfigError, match=cure):  # nothing is sampled
+            check_ends(replace(config, rollout=replace(config.rollout, sampling=sampling)), {})
+
+
+def test_the_last_row_of_the_embedding_is_the_last_token_that_there_is() -> None:
+    config = load_run_config(["experiment=quickstart"])
+    check_vocabulary(config, 64, "row 1", (1, 63))
+    with pytest.raises(DataError, match="row 1: the tokenizer makes token 64, and the model has vocab_size=64"):
+        check_vocabulary(config, 64, "row 1", (64, 1))
 
 
 @pytest.mark.parametrize("word", ["stop_at_eos=false", "stop_token_ids=[3]", 'stop=["</a>"]'])

@@ -61,6 +61,8 @@ def read(folder: Path, messages: list[dict]) -> Conversation:
 def test_a_header_that_ends_an_answer_is_taught_in_the_middle_and_after_the_last_one(glm):
     conversation = read(glm, [{"role": role, "content": text} for role, text in SUMS])
     assert taught(glm, conversation) == ["\n<think></think>\n4<|user|>", "\n<think></think>\n6<|user|>"]
+    whole = TextEncoder(glm)._tokenizer.decode(conversation.token_ids, skip_special_tokens=False)
+    assert whole.endswith("6<|user|>") and whole.count("<|user|>") == 3
 
 
 def test_a_call_of_tools_ends_with_the_header_of_their_answer(glm):
