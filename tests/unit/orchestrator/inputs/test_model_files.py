@@ -1,5 +1,7 @@
-"""Locks: a head that is stored in the checkpoint of a tied model is the embedding table, or an error."""
+"""Locks: a checkpoint is judged by its headers; a head stored for a tied model is the embedding table, or an error."""
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from slipstream.orchestrator.inputs import model_files
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
 from slipstream.trainer.adapter_io import save_merged
 from slipstream.trainer.weights.loading import CheckpointReader, load_weights
+from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME, read_header
+from slipstream.weight_sync.layout import TensorMeta
 
 TIED: dict[str, Any] = {**DENSE, "tie_word_embeddings": True}
 FORMATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -88,3 +92,66 @@ def test_a_folder_that_is_no_models_is_answered_with_the_model_that_belongs_to_i
     (tmp_path / "models" / "a" / "config.json").write_text("{}")
     assert said_of(tmp_path / "models") == f"give one in it: {tmp_path / 'models' / 'a'}"
     assert said_of(tmp_path / "empty") == "give a Hugging Face model folder"
+
+
+A = TensorMeta("a.weight", (2, 3), "float32")
+
+
+B = TensorMeta("b.weight", (4,), "float32")
+
+
+def write_safetensors(path: Path, tensors: Sequence[TensorMeta]) -> None:
+    save_file({tensor.name: torch.zeros(tensor.shape) for tensor in tensors}, path)
+
+
+def test_header_is_read(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", [A, B])
+    header = read_header(tmp_path / "model.safetensors")
+    assert {name: stored.shape for name, stored in header.items()} == {"a.weight": (2, 3), "b.weight": (4,)}
+    assert header["b.weight"].offset == header["a.weight"].offset + 24
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert check_checkpoint_files(tmp_path, [A, B]) == size
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], "is cut short"),
+        (lambda data: data[:20], "not a whole safetensors file"),
+        (lambda data: b"", "not a whole safetensors file"),
+        (lambda data: data[:8] + b"x" + data[9:], "no readable safetensors header"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    ],
+)
+def test_damaged_files_are_named(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, [A])
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_checkpoint_files(tmp_path, [A])
+    assert str(path) in str(caught.value)
+
+
+def test_folder_without_weights_and_incomplete_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no \.safetensors file"):
+        check_checkpoint_files(tmp_path, [A])
+    write_safetensors(tmp_path / "model-1.safetensors", [A])
+    with pytest.raises(ConfigError, match=r"lacks b\.weight"):
+        check_checkpoint_files(tmp_path, [A, B])
+    with pytest.raises(ConfigError, match=r"a\.weight has shape \(2, 3\), and config\.json makes it \(3, 2\)"):
+        check_checkpoint_files(tmp_path, [TensorMeta("a.weight", (3, 2), "float32")])
+    (tmp_path / INDEX_NAME).write_text(
+        json.dumps({"weight_map": {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}})
+    )
+    with pytest.raises(ConfigError, match=r"lacks 1 of 2 shards \(model-2\.safetensors\)"):
+        check_checkpoint_files(tmp_path, [A, B])
+    write_safetensors(tmp_path / "model-2.safetensors", [B])
+    check_checkpoint_files(tmp_path, [A, B])
+    (tmp_path / INDEX_NAME).write_text(
+        json.dumps({"weight_map": {"a.weight": "model-2.safetensors", "b.weight": "model-2.safetensors"}})
+    )
+    with pytest.raises(ConfigError, match=r"says that a\.weight is in model-2\.safetensors, which does not hold it"):
+        check_checkpoint_files(tmp_path, [A, B])
+    (tmp_path / INDEX_NAME).write_text("{}")
+    with pytest.raises(ConfigError, match="is not a safetensors index"):
+        check_checkpoint_files(tmp_path, [A, B])
