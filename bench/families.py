@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -219,8 +220,12 @@ def start_of(folder: Path) -> dict[str, float]:
 
 def k3_by_position(rows: list[dict[str, Any]]) -> dict[str, float]:
     """First position of a range in the response -> mean of the steps' k3 there."""
-    names = sorted({name for row in rows for name in row if name.startswith("parity/k3_from_")})
-    return {name: statistics.mean(row[name] for row in rows if row.get(name) is not None) for name in names}
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("parity/k3_from_") and value is not None:
+                found[name].append(value)
+    return {name: statistics.mean(values) for name, values in found.items()}
 
 
 def killed_after(job: Job, step: int, limit_s: float) -> dict[str, Any]:

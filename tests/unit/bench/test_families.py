@@ -34,3 +34,8 @@ def test_responses_to_long_prompts_pass_the_number_of_keys_that_an_indexer_choos
     chosen = resolve_hf_config(config.model)["index_topk"]
     assert {len(prompt) for prompt in prompts} == {chosen - 64}
     assert chosen + 1024 < chosen - 64 + config.rollout.sampling.max_tokens <= config.rollout.max_model_len
+
+
+def test_positions_that_no_step_had_have_no_k3() -> None:
+    rows = [{"step": 0, "parity/k3_from_0": None}, {"parity/k3_from_0": 1.0, "parity/k3_from_64": None}]
+    assert families.k3_by_position([*rows, {"parity/k3_from_0": 3.0}]) == {"parity/k3_from_0": 2.0}
