@@ -332,13 +332,11 @@ def _explain_syntax(text: str) -> str:
             f"cannot read {text!r}: here names are ASCII; give others in a YAML file, --config-dir DIR with "
             "DIR/experiment/NAME.yaml"
         )
-    if text.partition("=")[2].startswith("{") and name in section_docs():
-        return _explain_unknown(name)
     if "=~/" in text:
         return f"cannot read {text!r}: no shell makes a home folder of ~ there; write {text.replace('=~/', '=$HOME/')}"
     return (
         f"cannot read {text!r}: the value has characters with a meaning of their own (one of {{}}[]():,\\ or a quote); "
-        f"quote it twice, as in '{name}=\"...\"'"
+        f"quote it twice, as in '{name}=" + ('["..."]\'' if "=[" in text else '"..."\'')
     )
 
 

@@ -2,7 +2,7 @@
 
 Owns: how a word is read. Does not own: what its name and its value mean (load.py).
 Invariant: what Hydra reads is read as by Hydra. Its grammar takes letters beyond ASCII only in quotes, and does not say
-so; here a value that needs them gets them.
+so; here a value that needs them gets them. Names of a mapping may have quotes, as in JSON.
 """
 
 import re
@@ -13,6 +13,8 @@ from hydra.errors import HydraException
 
 _QUOTED_OR_BARE = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^\[\]{},:"'\\]+""")
 """In a list or a mapping: text in quotes, or text between the signs of the grammar."""
+_JSON_NAME = re.compile(r'"(\w+)" *:')
+"""A name in a mapping as JSON writes it; Hydra's grammar takes it without quotes."""
 
 
 def read_word(text: str) -> Override:
@@ -25,9 +27,10 @@ def read_word(text: str) -> Override:
         return _parsed(text)
     except HydraException:
         name, equals, value = text.partition("=")
-        if value.isascii():
+        unquoted = _JSON_NAME.sub(r"\1: ", value)
+        if value.isascii() and value == unquoted:
             raise
-        return _parsed(f"{name}{equals}{_quoted(value)}")
+        return _parsed(f"{name}{equals}{unquoted if value.isascii() else _quoted(unquoted)}")
 
 
 def _parsed(text: str) -> Override:

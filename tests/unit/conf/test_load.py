@@ -181,6 +181,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("seed", ["'seed' is not NAME=VALUE", "run.seed"]),
         ("--num-steps=3", ["unknown flag --num-steps=3", "without dashes", "run.num_steps"]),
         ("data.path=~/a.jsonl", ["cannot read 'data.path=~/a.jsonl'", "write data.path=$HOME/a.jsonl"]),
+        ("rollout.sampling.stop=[</a>]", ["quote it twice, as in 'rollout.sampling.stop=[\"...\"]'"]),
         ("run.name=a{b", ["cannot read 'run.name=a{b'", "quote it twice"]),
         ("run.seed=1,2", ["one value per option"]),
         ("trainer.optim.betas=0.9,0.99", ["a list is written in brackets: 'trainer.optim.betas=[0.9,0.99]'"]),
@@ -343,11 +344,13 @@ def test_processes_have_whole_gpus_by_default() -> None:
         ('run.name="Übung"', "Übung"),
         ("data.columns={answer:Lösung, level: x}", {"answer": "Lösung", "level": "x"}),
         ("data.columns.answer=答え", {"answer": "答え"}),
+        ('data.columns={"answer": "Lösung", "level":"x"}', {"answer": "Lösung", "level": "x"}),
+        ('data.columns={"answer": "label"}', {"answer": "label"}),
         ("rollout.sampling.stop=[。,'b, ö', c d]", ["。", "b, ö", "c d"]),
     ],
 )
-def test_letters_beyond_ascii_need_no_quotes(word: str, read: object, tmp_path: Path) -> None:
-    """Hydra's grammar takes them in quotes alone."""
+def test_letters_beyond_ascii_need_no_quotes_and_names_may_have_them(word: str, read: object, tmp_path: Path) -> None:
+    """Hydra's grammar takes such letters in quotes alone, and names of a mapping without them alone."""
 
     def value(config: RunConfig) -> object:
         found: object = config
