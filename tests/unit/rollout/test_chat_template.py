@@ -13,6 +13,7 @@ from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.chat_template import ChatTemplate
 from slipstream.rollout.text.messages import Chat
 from slipstream.rollout.text.plain_template import read_plain
+from slipstream.rollout.text.turns import TurnCheck
 
 TEMPLATES = Path(__file__).parents[2] / "cases" / "chat_templates"
 CHAT = [
@@ -222,3 +223,30 @@ def test_rendering_imports_no_transformers(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("<bos>system: you are.")
+
+
+class Written:
+    """Writes the contents in their order; the system's only where no option hides it."""
+
+    def names(self, role: str) -> bool:
+        return role == "critic"
+
+    def render(self, messages: Any, *, is_open: bool, tools: Any, options: Any) -> str:
+        return " ".join(one["content"] for one in messages if one["role"] != "system" or not options)
+
+
+def test_turns_that_the_model_would_not_see_as_the_row_has_them_are_refused_each_time() -> None:
+    check = TurnCheck(Written())  # pyright: ignore[reportArgumentType]
+    check.check(Chat(CHAT), is_open=True)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"^message 1 is of 'system', .* leaves it out in this place"):
+            check.check(Chat(CHAT, options={"mute": True}), is_open=True)
+    tools = [{"role": "tool", "content": text} for text in "ab"]
+    check.check(Chat([*CHAT[:3], *tools, {"role": "critic", "content": "no"}]), is_open=True)
+    for turns, message in (
+        ([CHAT[1], CHAT[1]], "messages 1 and 2 are both of 'user'"),
+        (CHAT[:3], "message 3, the last of the prompt, is of 'assistant'"),
+        ([{"role": "bot", "content": "a"}], "message 1 has the role 'bot', which the model's chat template does not"),
+    ):
+        with pytest.raises(DataError, match=f"^{message}"):
+            check.check(Chat(turns), is_open=True)

@@ -158,7 +158,7 @@ def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
     row: dict[str, object] = {"step": 0, "policy_version": 0, "eval/failures": 1, "eval/total_s": 2.5}
     for prefix in ("eval/", "eval/hard/"):
         for name in ("reward", "pass_at_1", "pass_at_2"):
-            row |= {prefix + name: 0.5, f"{prefix}{name}_se": 0.125}
+            row |= {prefix + name: 0.5 if prefix == "eval/hard/" else 0.25, f"{prefix}{name}_se": 0.125}
         row |= {f"{prefix}majority": None, f"{prefix}majority_se": None}
     (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
     report = report_of(config, weights, RunFolder(folder))
@@ -173,5 +173,7 @@ def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
 
 
 def test_a_run_of_no_step_keeps_what_a_finished_run_had(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.num_steps has no effect"):
+        eval_config(run, None, "newest", ["+run.num_steps=3"])
     config, _ = eval_config(run, None, "newest", [])
     assert replace(config.run, num_steps=110).is_due(0, 110) and config.run.is_due(0, 0), "the evaluation is awaited"

@@ -258,6 +258,7 @@ def test_ids_tell_source_and_row_apart(files: tuple[str, ...], stream: bool) -> 
     data = Buffered(sources=files, stream=stream, weights=(1.0, 3.0))
     items = training_stream(data, read, seed=1)
     assert items.state_dict()["weights"] == [0.25, 0.75]
+    assert len({cursor["seed"] for cursor in items.state_dict()["cursors"]}) == 2
     seen = {item.prompt_id: item for item in islice(items, 100)}
     assert {number: item.fields["file"] for number, item in seen.items()} == {
         0: "a", 1: "b", 2: "a", 3: "b", 4: "a", 5: "b", 7: "b", 9: "b",
