@@ -108,8 +108,8 @@ def record_layout(
     if isinstance(error, RecordError):
         raise error
     if isinstance(failure, Exception):  # the loader itself may refuse a tensor without data
-        where = recorder.current or "the first tensor"
-        raise RecordError(f"the loader failed on {where}: {in_words(failure)}") from failure
+        failed = f"the loader failed on {recorder.current or 'the first tensor'}: {in_words(failure).rstrip(': ')}"
+        raise RecordError(f"{failed}; is it a tensor of the engine's own model?") from failure
     for name, param in params.items():
         if (param.data_ptr(), param.shape, param.stride()) != before[name]:
             raise RecordError(f"{name}: the loader replaced its memory; a one-sided write needs an address that stays")
