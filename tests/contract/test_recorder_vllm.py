@@ -24,6 +24,7 @@ MODELS = [
     "mixtral",
     "qwen2_moe",
     "minimax_m2",
+    "qwen3_5",
     "qwen3_5_moe",
     "qwen3_5_moe_0_25",
     "gemma3",

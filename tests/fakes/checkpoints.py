@@ -76,6 +76,10 @@ CONFIGS["deepseek_v32"] = {
     **CONFIGS["deepseek_v3"], "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"],
     "index_topk": 64, "index_n_heads": 4, "index_head_dim": 128,
 }  # fmt: skip
+CONFIGS["glm_moe_dsa"] = {
+    **CONFIGS["deepseek_v32"], "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "v_head_dim": 48,
+    "n_group": 1, "indexer_rope_interleave": True,
+}  # fmt: skip
 CONFIGS["glm4_moe_lite"] = {
     **{key: value for key, value in CONFIGS["deepseek_v3"].items() if key != "scoring_func"},
     "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "v_head_dim": 48,
@@ -91,6 +95,11 @@ CONFIGS["qwen3_5_moe"] = {
     **{key: value for key, value in CONFIGS["qwen3_next"].items() if key != "intermediate_size"},
     "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+CONFIGS["qwen3_5"] = {
+    **COMMON, **{key: value for key, value in CONFIGS["qwen3_5_moe"].items() if "linear" in key or "layer" in key},
+    "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 64,
+    "partial_rotary_factor": 0.25,
 }  # fmt: skip
 CONFIGS["gemma3"] = {
     **{key: value for key, value in COMMON.items() if key != "hidden_act"},
@@ -156,7 +165,7 @@ FOR_GPUS: dict[str, dict[str, Any]] = {
 """Changes to CONFIGS: sizes that GPU kernels take. Two ranks still cut at multiples of 128; DeepSeek's 576 latent rows
 are none, as in the real one.
 """
-FOR_GPUS["deepseek_v32"] = FOR_GPUS["deepseek_v3"]
+FOR_GPUS["deepseek_v32"] = FOR_GPUS["glm_moe_dsa"] = FOR_GPUS["deepseek_v3"]
 
 
 def quantize_checkpoint(folder: Path) -> None:
