@@ -236,7 +236,7 @@ def draw(samples: list[dict[str, float]], events: list[float], path: Path) -> No
     for panel, name in zip(panels, FIGURES, strict=True):
         panel.plot(minutes, [one[name] for one in samples], linewidth=1)
         panel.set_ylabel(name)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.1 * max(one[name] for one in samples) or 1)
         for at in events:
             panel.axvline(at / 60, color="tab:red", alpha=0.25, linewidth=0.8)
     panels[-1].set_xlabel("minutes")
