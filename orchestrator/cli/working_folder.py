@@ -15,7 +15,7 @@ from slipstream.orchestrator.files.run_folder import RunFolder, working_folder
 _PATH = re.compile(
     r"(?P<option>\+*(?:model\.path|model\.tokenizer|data\.path|data\.eval_path|data\.eval_sets\.\w+"
     r"|trainer\.lora\.init_from|reward\.judge\.prompt_file|rollout\.agent|algorithm\.(?:loss|advantage)"
-    r"|reward\.(?:parts\.\w+\.)?kind))=(?P<path>[\w./-]+)(?P<function>:\w+)?"
+    r"|reward\.(?:parts\.\w+\.)?kind))=(?P<path>[\w./ -]+)(?P<function>:\w+)?"
 )
 """A word that names a file or a folder of the user's."""
 

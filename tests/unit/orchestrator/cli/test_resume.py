@@ -55,7 +55,7 @@ def test_resume_works_from_any_folder(
     row = json.dumps({"prompt": "a", "answer": "a"}) + "\n"
     (began / "prompts.jsonl").write_text(row)
     (began / "reward.py").write_text("def score(prompt, response, fields):\n    return 0.5\n")
-    (here / "other.jsonl").write_text(row)
+    (here / "other rows.jsonl").write_text(row)
     monkeypatch.chdir(began)
     opened: list[RunFolder] = []
 
@@ -72,10 +72,14 @@ def test_resume_works_from_any_folder(
     calls: list[Any] = []
     fake_run(monkeypatch, lambda config, words, folder: calls.append((config, folder)))
     monkeypatch.chdir(here)
-    assert main(["resume", str(opened[0].root), "data.eval_path=other.jsonl"]) == 0
+    assert main(["resume", str(opened[0].root), "data.eval_path=other rows.jsonl"]) == 0
     assert f"relative paths of the run's options start at {began}" in capsys.readouterr().err
     ((config, folder),) = calls
-    assert (config.data.path, config.data.eval_path, Path.cwd()) == ("prompts.jsonl", str(here / "other.jsonl"), began)
+    assert (config.data.path, config.data.eval_path, Path.cwd()) == (
+        "prompts.jsonl",
+        str(here / "other rows.jsonl"),
+        began,
+    )
     assert folder.root == opened[0].root
     (began / "reward.py").unlink()
     monkeypatch.chdir(here)
