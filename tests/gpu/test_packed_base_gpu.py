@@ -154,4 +154,5 @@ def trainer_k3(trainer: TrainerRank, token_ids_BT: Tensor, logprobs_BT: Tensor) 
         for tokens, logprobs in zip(token_ids_BT, logprobs_BT, strict=True)
     ]
     count = logprobs_BT.numel()
-    return trainer.evaluate([samples], Denominators(count, len(samples), version)).sums["parity/k3_sum"] / count
+    counts = Denominators(count, len(samples), version, num_possible_tokens=count)
+    return trainer.evaluate([samples], counts).sums["parity/k3_sum"] / count

@@ -166,7 +166,8 @@ def replay(world: World, prompt: Prompt, rollouts: list[Rollout], version: int) 
     group = Group(prompt, rollouts, [float(i % 2) for i in range(len(rollouts))])
     samples = build_samples([group], world.config.algorithm)
     assert len(samples) == len(rollouts)
-    stats = world.trainer.forward_backward([samples], denominators_of(samples, world.trainer.policy_version)).sums
+    counts = denominators_of(samples, world.trainer.policy_version, world.config.max_response_tokens)
+    stats = world.trainer.forward_backward([samples], counts).sums
     flipped = stats["parity/num_flipped"] / stats["parity/num_routings"]
     print(f"flipped {flipped:.4f}")
     assert flipped < 1 - MIN_EQUAL
