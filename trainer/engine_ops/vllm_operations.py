@@ -14,6 +14,7 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.conf.architecture.attention_spec import GqaSpec
@@ -31,6 +32,8 @@ MODULES = (
 """Where both releases of vLLM have what is called here."""
 BATCH_INVARIANT = "vllm.model_executor.determinism.batch_invariant", "vllm.model_executor.layers.batch_invariant"
 """The kernels of VLLM_BATCH_INVARIANT: in 0.32, in 0.25.1."""
+VOCAB_PADDING = 64
+"""An engine's head has a multiple of so many rows."""
 FIRST_POSITIONS = 4096
 """Rows of the first table of cosines and sines; it doubles as sequences grow."""
 
@@ -116,7 +119,8 @@ class VllmOperations:
 
     def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         """The sampler's log-probabilities of the targets at temperature 1, float32."""
-        return self._sampler.compute_token_logprobs(logits_TV.float(), targets_T[:, None])[:, 0]
+        logits_TV = as_sampled(logits_TV, self._batch_invariant)
+        return self._sampler.compute_token_logprobs(logits_TV, targets_T[:, None])[:, 0]
 
     def _rotation_table(self, num_positions: int) -> Tensor:
         """Cosines beside sines, by the engine's own code on its own device: powers differ by an ulp between devices."""
@@ -136,3 +140,17 @@ def batch_invariant_kernels() -> ModuleType:
         return import_module(newer)
     except ModuleNotFoundError:
         return import_module(older)
+
+
+def as_sampled(logits_TV: Tensor, kernels: ModuleType) -> Tensor:
+    """Logits as the engine's sampler hands them to its kernel, which adds a row's exponentials in another order for
+    another dtype, and for rows that begin at no multiple of 16.
+
+    0.25.1 copies them to float32. 0.32 takes them as they are at temperature 1: in the model's dtype, in rows that are
+    padded as the engine's head is.
+    """
+    if kernels.__name__ != BATCH_INVARIANT[0]:
+        return logits_TV.float()
+    vocab_size = logits_TV.shape[1]
+    padding = -vocab_size % VOCAB_PADDING
+    return F.pad(logits_TV, (0, padding))[:, :vocab_size] if padding else logits_TV
