@@ -49,6 +49,12 @@ def test_the_cases_reach_both_sides_of_every_bound():
     assert (dual.loss_N < plain.loss_N).any() and (dual.loss_N <= plain.loss_N).all()
 
 
+def test_gspo_bounds_the_mean_of_a_sequence_and_not_its_sum():
+    zeros = torch.zeros(8, dtype=torch.float64)
+    tokens = tokens_of(zeros + 5, zeros, zeros - 1, (8,))
+    torch.testing.assert_close(LOSSES["gspo"](tokens, AlgorithmConfig(loss="gspo")).loss_N, zeros + math.exp(5))
+
+
 @pytest.mark.parametrize("loss", SHIPPED_LOSSES)
 def test_where_the_ratio_is_one_every_loss_has_the_gradient_of_the_log_probability(loss):
     given = inputs()

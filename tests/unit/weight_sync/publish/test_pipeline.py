@@ -133,7 +133,9 @@ def test_a_survey_sums_what_is_held_and_packs_no_slot_that_a_failed_write_may_re
     whole = world.run(0).sums.table
     world.pipeline.prepare(2)
     world.pipeline.cancel()
+    num_ends = world.source.num_ends
     assert (world.pipeline.survey().table == whole).all(), "what was packed before does not count"
+    assert world.source.num_ends == num_ends + 1
     world.fabric.inject(world.sessions[0][0].session, Fault(refuse=True))
     assert set(world.run(1).report.errors) == {0}
     num_reads = world.source.num_reads
