@@ -158,6 +158,13 @@ def test_scratch_is_that_of_the_hashes():
     assert staging.scratch_bytes("cuda", 1 << 30) == integrity.MIN_SCRATCH_BYTES
 
 
+def test_counts_of_changes_are_reserved_beside_the_sums():
+    plain, changes = (
+        staging.reserved_bytes("cpu", 1 << 20, 0, has_changes=has_changes) for has_changes in (False, True)
+    )
+    assert changes - plain == staging.sums_bytes(1 << 20) // 2 > 0
+
+
 @pytest.mark.parametrize("watermark_bytes", [1 << 16, 1 << 20, 1 << 30])
 @pytest.mark.parametrize("verify_hashes", [True, False])
 def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes, verify_hashes):

@@ -67,3 +67,9 @@ SIZES = st.lists(st.tuples(st.text(max_size=2), st.integers(0, 2)), max_size=4).
 def test_parameters_their_order_or_their_sizes_differ_where_digests_do(first, second):
     same = list(first.items()) == list(second.items())
     assert (Planned.of(first).digest == Planned.of(second).digest) == same
+
+
+def test_further_replicas_have_places_one_after_the_other() -> None:
+    further = ALL.with_replicas([2, 3])
+    assert list(further.params) == [(replica, rank) for replica in range(4) for rank in range(2)]
+    assert [further.first[dest] for dest in further.params] == list(range(0, 24, 3))
