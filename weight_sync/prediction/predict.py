@@ -36,9 +36,10 @@ PACK_PASSES = 5.0
 rest is the merge's cost (79 ms for 61 GB with r=32, measured as LinkRates says)."""
 HASH_PASSES = 1.0
 """Further traffic per byte, on each side, if it is hashed."""
-MARK_PASSES = 5.5
-"""Further traffic per byte if changes are marked, by merging a second time with the factors published last: merging
-takes 87 ms and both together 182 ms for 61 GB on an H100 (docs/decisions/0036-a-publish-of-changes.md)."""
+MARK_PASSES = 7.7
+"""Further traffic per byte if changes are sent: 5.5 to mark them, by merging a second time with the factors published
+last (merging takes 87 ms and both together 182 ms for 61 GB on an H100), and 2.2 to pack them into streams (39 ms on an
+H200; docs/decisions/0036-a-publish-of-changes.md)."""
 BUS_BYTES_S = 55e9
 """Page-locked host memory to a GPU, or back (bench/results/push-gpu.json): what was published last is copied both ways
 where it is kept on the host."""
