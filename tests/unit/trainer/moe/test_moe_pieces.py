@@ -207,3 +207,6 @@ def test_experts_are_of_the_best_groups_also_where_all_of_their_scores_are_negat
     assert torch.equal(*chosen)
     groups = torch.div(chosen[0], 3, rounding_mode="floor").sort().values
     assert 1 + (groups.diff() != 0).sum(-1).max() == min(top_groups, 3)
+    by_group_TGM = (x @ router.weight.T).sigmoid().unflatten(1, (4, 3))
+    best_TG = by_group_TGM.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices  # as DeepSeek-V3 has it
+    assert (groups[:, :, None] == best_TG[:, None]).any(-1).all()

@@ -223,3 +223,9 @@ def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces()
             assert dataclasses.replace(first, replica=0) == dataclasses.replace(second, replica=0)
     part = rank_plan_from_wire(plan.to_wire(0))
     assert part.tasks[0].pieces is part.tasks[1].pieces
+
+
+def test_a_rank_with_nothing_to_send_has_an_empty_part():
+    sources, replicas = small_system()
+    plan = build_plan([*sources, dataclasses.replace(sources[0], rank=2, shards=())], replicas, max_task_bytes=1 << 20)
+    assert rank_plan_from_wire(plan.to_wire(2)).tasks == ()
