@@ -91,6 +91,7 @@ def test_a_response_that_was_cut_off_ends_at_the_first_of_the_models_ends(ends: 
     reply, _ = talk.ask([user("one")], "cut o ")
     _, reason = talk.ask([user("one"), reply, user("what is <|eom_id|>?")], "an end<|eot_id|>")
     assert (reason, talk.parents) == (CONTINUED, [None, 0])
+    assert "<|start_header_id|>user<|end_header_id|>\n\nwhat is <|eom_id|>?" in talk.text()
 
 
 def test_a_sampled_text_that_stands_further_on_is_not_the_sampled_turn() -> None:

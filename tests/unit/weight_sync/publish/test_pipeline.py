@@ -4,6 +4,7 @@ import gc
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from cases.pipeline_world import (
@@ -142,6 +143,14 @@ def test_a_survey_sums_what_is_held_and_packs_no_slot_that_a_failed_write_may_re
     with pytest.raises(TransportError, match="still draining"):
         world.pipeline.survey()
     assert world.source.num_reads == num_reads
+
+
+def test_replicas_that_join_together_take_changes_of_what_replica_0_takes_them_of() -> None:
+    world = World()
+    takes = np.arange(world.pipeline.places.size) % 3 == 0
+    world.pipeline.load(world.plan.tasks[0], world.pipeline.places, takes)
+    world.pipeline.add_replicas([1, 2])
+    assert np.array_equal(world.pipeline._takes_changes, np.tile(takes, 3))
 
 
 def test_the_first_loads_have_few_packets(monkeypatch: pytest.MonkeyPatch) -> None:
