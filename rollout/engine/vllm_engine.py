@@ -195,7 +195,7 @@ class VllmEngine:
         seeds = [None if seed is None else seed + index for index in range(n)]
         tasks = [asyncio.create_task(self._generate(prompt_token_ids, sampling, own, adapter)) for own in seeds]
         try:
-            return await asyncio.gather(*tasks)
+            return await self.process.or_death(asyncio.gather(*tasks))
         finally:
             for task in tasks:  # one failed, or the caller gave up: end the others inside the engine, too
                 task.cancel()
@@ -242,7 +242,7 @@ class VllmEngine:
     async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
         """Log-probabilities of the likeliest next tokens, and of the one that was sampled."""
         name = f"probe-{next(self._request_numbers)}"
-        return next_logprobs_of(await self._run(prompt_token_ids, probe_params(), name, adapter))
+        return next_logprobs_of(await self.process.or_death(self._run(prompt_token_ids, probe_params(), name, adapter)))
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
         """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence.
@@ -256,7 +256,8 @@ class VllmEngine:
             EngineError: vLLM refused the request, or it was ended before its prefill was complete.
         """
         name = f"score-{next(self._request_numbers)}"
-        return prompt_logprobs_of(await self._run(token_ids, prefill_params(), name, adapter), token_ids)
+        scored = await self.process.or_death(self._run(token_ids, prefill_params(), name, adapter))
+        return prompt_logprobs_of(scored, token_ids)
 
     async def abort_version(self, version: int) -> None:
         """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""

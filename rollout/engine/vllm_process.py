@@ -247,7 +247,7 @@ class VllmProcess:
                 done, _ = await asyncio.wait([task], timeout=min(LOOK_EVERY_S, left_s))
                 if done:
                     return task.result()
-                self.running()
+                self.check()
                 waited_s = time.monotonic() - began
                 if waited_s - logged_s >= WAIT_LOG_S:
                     logged_s = waited_s
@@ -255,6 +255,18 @@ class VllmProcess:
         finally:
             task.cancel()
         raise TimeoutError
+
+    async def or_death(self, call: Awaitable[T]) -> T:
+        """The call's result, however long it takes. Raises EngineDied if the engine dies meanwhile: vLLM tells that to
+        requests, but not where it dies before their first output."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK_EVERY_S))[0]:
+                self.check()
+            return task.result()
+        finally:
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
+            task.cancel()
 
     def death(self) -> EngineDied:
         """The engine's process is gone: how, where that is known; with the last error that it wrote, unless a signal

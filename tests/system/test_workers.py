@@ -31,7 +31,7 @@ def test_workers_die_are_recalled_come_and_go_while_steps_go_on_and_no_sample_is
     words = [
         *ENDLESS, "trainer.num_ranks=1", "trainer.ep_size=1", cluster, "weight_sync.relay=node",
         "algorithm.max_staleness_steps=1", "run.samples_per_step=4", "rollout.max_model_len=348",
-        "rollout.sampling.max_tokens=300", f"rollout.notice={notice}",
+        "rollout.sampling.max_tokens=60", f"rollout.notice={notice}",  # a step takes less than a start
     ]  # fmt: skip
     with RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 2)

@@ -19,7 +19,7 @@ import pytest
 from cases.tiny_models import GEMMA4
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import Device, DType, RolloutConfig
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine import engine_options
 from slipstream.rollout.engine.engine_options import (
     capture_sizes,
@@ -292,6 +292,33 @@ def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch:
     engine.process.llm = cast(Any, Dying())
     with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
         asyncio.run(engine.call_ranks("slipstream_describe"))
+
+
+@pytest.mark.parametrize("asked", ["generate_group", "score", "next_logprobs"])
+def test_requests_end_when_the_engine_dies_without_a_word_of_vllms(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("slipstream.rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
+    (tmp_path / "config.json").write_text("{}")
+    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    process = SimpleNamespace(exitcode=None)
+
+    class Silent:
+        errored = False
+
+        async def generate(self, *_: object, **__: object):
+            process.exitcode = -signal.SIGSEGV
+            await asyncio.Event().wait()
+            yield None
+
+    engine.process.llm, engine.process.children = cast(Any, Silent()), cast(Any, [process])
+    calls = {
+        "generate_group": lambda: engine.generate_group([1, 2], 2, SamplingConfig(max_tokens=4)),
+        "score": lambda: engine.score([1, 2]),
+        "next_logprobs": lambda: engine.next_logprobs([1, 2], None),
+    }
+    with pytest.raises(EngineDied, match="SIGSEGV"):
+        asyncio.run(asyncio.wait_for(calls[asked](), 20))
 
 
 def test_options_of_the_engine_are_handed_on_and_added_to_ours():
