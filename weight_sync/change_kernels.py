@@ -20,7 +20,7 @@ TILES_A_PROGRAM = 2
 """What a program waits for (its chunk, its place in the stream, its records) it waits for once. At most 4, because a
 note has 14 bits for a place among the program's elements; 2 with four warps were quickest on an H200."""
 NUM_WARPS, NOTES = 4, 512
-"""Of packing; words of marks that become records at once."""
+"""Warps of a program that packs; words of marks that become records at once."""
 BLOCK = 128
 """Records of a tile that are read at once: in most, all of them."""
 MAX_ROWS = 65535
@@ -89,7 +89,7 @@ def _pack(
 
 @triton.jit
 def _tiles_of(row, tiles, num_elements, TILE: tl.constexpr):
-    """Of tiles of one chunk: where their records are, how many each has, and how many elements."""
+    """Where the records of some tiles of one chunk are, how many each tile has, and how many elements."""
     stream_ptr = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
     is_tile = tiles.to(tl.int64) * TILE < num_elements
     starts = tl.load(stream_ptr + 2 * tiles, mask=is_tile, other=0).to(tl.int64)

@@ -164,6 +164,8 @@ class VllmProcess:
         """Folder for the sockets between vLLM's processes. vLLM does not remove them, and would leave them in /tmp."""
         self._output: OutputSince | None = None
         """What the engine's processes have written since they were started."""
+        self._death: asyncio.Future[EngineError] | None = None
+        """Done when the engine is gone; one watches for all requests. None: nobody has asked yet."""
         self._hangs = False
         """Whether a call passed its deadline. From then on it is unknown what the engine's ranks hold."""
 
@@ -259,14 +261,26 @@ class VllmProcess:
     async def or_death(self, call: Awaitable[T]) -> T:
         """The call's result, however long it takes. Raises EngineDied if the engine dies meanwhile: vLLM tells that to
         requests, but not where it dies before their first output."""
+        if self._death is None or self._death.done():
+            self._death = asyncio.ensure_future(self._dies())
         task = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait([task], timeout=LOOK_EVERY_S))[0]:
-                self.check()
+            await asyncio.wait([task, self._death], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._death.result()
             return task.result()
         finally:
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
             task.cancel()
+
+    async def _dies(self) -> EngineError:
+        """Wait until the engine is gone; how."""
+        while True:
+            try:
+                self.check()
+            except EngineError as e:
+                return e
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def death(self) -> EngineDied:
         """The engine's process is gone: how, where that is known; with the last error that it wrote, unless a signal

@@ -65,7 +65,7 @@ class Cast:
         self.is_written = True
         self.readiness = Readiness.now
         self.versions: dict[int, int] = {}
-        """Of each state."""
+        """The version of each state, by its number."""
         self.ended: list[Actor] = []
         self.lives: list[list[Actor]] = []
         self.told: list[list[tuple[tuple[str, int], int]]] = []

@@ -199,7 +199,7 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
 
 
 def test_log_probabilities_of_the_samples_that_are_shown_are_kept_apart():
-    """Of two microbatches; lengths 1, 2 and 3, the first one is not shown."""
+    """Two microbatches; lengths 1, 2 and 3, the first one is not shown."""
     accumulated = LossAccumulator()
 
     def sample(origin, num_valid, is_shown):
