@@ -124,12 +124,14 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next_80b_a3b", {"num_hidden_layers": 4}),
     "qwen3_5_text": ("qwen3_5_27b", {"num_hidden_layers": 4}),
     "qwen3_5_moe_text": ("qwen3_5_35b_a3b", {"num_hidden_layers": 4}),
+    "gemma3_text": ("gemma3_27b", {"num_hidden_layers": 6}),
     "gemma4_text": ("gemma4_31b", {"num_hidden_layers": 6}),
     "gemma4_text with experts": ("gemma4_26b_a4b", {"num_hidden_layers": 6}),
     "glm4_moe_lite": ("glm_4_7_flash", {"num_hidden_layers": 4}),
     "minimax_m2": ("minimax_m2", {"num_hidden_layers": 2, "quantization_config": None}),
     "deepseek_v32": ("deepseek_v3_2", {**LAYERS_OF_64, "quantization_config": None}),
     "glm_moe_dsa": ("glm_5", LAYERS_OF_64),
+    "kimi_k2": ("kimi_k2_5", {**LAYERS_OF_64, "quantization_config": None}),
     "deepseek_v32 beyond index_topk": ("deepseek_v3_2", {**LAYERS_OF_64, "quantization_config": None}),
 }
 """Row of --own -> its preset, and what is less of it; None: without that field. Engines hold bfloat16."""
@@ -151,7 +153,7 @@ OWN_WORDS = [
     "run.num_steps=10", "run.eval_every_steps=0", "data.eval_path=null", "cluster.dashboard=false",
     "algorithm.entropy_coef=0.01",  # no answer is right, and weights change all the same
 ]  # fmt: skip
-REPLAYED = ("glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa", "deepseek_v32 beyond index_topk")
+REPLAYED = ("glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "deepseek_v32 beyond index_topk")
 """Rows of --own whose routes are recorded and replayed."""
 SHOWN = (
     "eval_reward_first", "eval_reward_last", "k3_max", "rollout_tokens_per_s", "publish_s", "publish_bytes", "wall_s",
