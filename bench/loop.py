@@ -29,7 +29,7 @@ included, without the first two batches and those of the end, when no further ba
 step on); a colocated peer's are those of the seconds in which it samples. `trained` are response tokens of the batches
 over the seconds of their steps, the first two left out (a peer's first). Busy shares of GPUs are
 nvidia-smi's, sampled once a second in the later half of a row. Rows that --out already has, of the same environment and
-options, are kept. Prints its environment and tables; writes bench/results/loop-<shape>-<device>.json and a picture.
+options, are kept. Prints its environment and tables; writes bench/results/loop-<shape>-<device>.json.
 """
 
 import argparse
@@ -97,7 +97,7 @@ PARTS = {
     "optimizer": "trainer/optimizer_s",
     "publish": "sync/total_s",
 }
-"""What the picture shows of a trainer's step, and the metric of each."""
+"""What a trainer's step is made of, and the metric of each."""
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -300,31 +300,6 @@ def print_tables(report: Mapping[str, Any]) -> None:
             print(f"    GPU {index}: busy {gpu['busy']:.0f} %, at most {gpu['mib'] / 1024:.0f} GiB")
 
 
-def draw(report: Mapping[str, Any], file: Path) -> None:
-    """Left: a trainer's step by what it does. Right: engines' tokens/s beside bare ones."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    runs = {mode: row for mode, row in report["runs"].items() if "failed" not in row}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
-    start = dict.fromkeys(runs, 0.0)
-    for name in (*PARTS, "rest"):
-        widths = [row["parts"][name] for row in runs.values()]
-        left.barh(list(runs), widths, left=[start[mode] for mode in runs], label=name)
-        for mode, width in zip(runs, widths, strict=True):
-            start[mode] += width
-    left.set(title="the trainer's step", xlabel="share of its seconds")
-    left.legend(loc="lower center", bbox_to_anchor=(0.5, -0.62), ncols=3, fontsize=8)
-    engines = {f"bare, {n}": row.get("engine_tokens_per_s") for n, row in report["bare"].items()}
-    engines |= {mode: row["engine_tokens_per_s"] for mode, row in runs.items()}
-    right.barh(list(engines), [value or 0.0 for value in engines.values()], color="tab:grey")
-    right.set(title="the engine", xlabel="response tokens/s")
-    figure.savefig(file, dpi=120)
-    print(f"drawn: {file}")
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -397,7 +372,6 @@ def main() -> None:
                 report["runs"][row] = measure_run(args, row, model, made)
             out.write_text(json.dumps(report, indent=1) + "\n")
     print_tables(report)
-    draw(report, out.with_suffix(".png"))
     print(f"written: {out}")
 
 

@@ -3,7 +3,6 @@
     python bench/parity.py                           all rows, on one GPU, as many at a time as fit it
     python bench/parity.py --only qwen3-30b-a3b-12 trained
     python bench/parity.py --tiny                    two small layers of each, a CPU will do
-    python bench/parity.py --learned [--model DIR]   after the adapters have learned: see bench/parity_learned.py
 
 Each row is a process of its own: vLLM (eager, or compiled with CUDA graphs as in a run) draws random bfloat16 weights
 by name, samples at temperature 1 and prefills what it sampled (the floor); then transformers and the trainer draw the
@@ -31,13 +30,11 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
-from bench.parity_learned import MODEL_ROW, print_learned, run_learned  # noqa: E402
 from bench.parity_row import run_row  # noqa: E402
 from bench.parity_shapes import ROWS  # noqa: E402
 
 SPARE_GIB = 8
 """Part of the GPU's memory for contexts of processes and for what others have."""
-MODEL_GIB = 24
 COLUMNS = ("engine prefill", "transformers", "trainer", "transformers, trainer", "transformers, float32")
 
 
@@ -86,38 +83,18 @@ def _cell(figures: dict[str, float] | None, old: float | None) -> str:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*ROWS, MODEL_ROW]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=", ".join(names))
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--jobs", type=int, default=3, help="rows that run side by side")
     parser.add_argument("--train-s", type=float, default=60.0, help="how long the trained rows train")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="when rows are ended; what they have is kept")
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
-    parser.add_argument("--row", choices=names, help=argparse.SUPPRESS)
-    parser.add_argument("--learned", action="store_true", help="rows of adapters that have learned")
-    parser.add_argument("--model", type=Path, help="folder of a chat model, for the row `model` of --learned")
-    parser.add_argument("--learn-steps", type=int, nargs="+", default=[4, 12])
-    parser.add_argument("--learn-lr", type=float, default=1e-4)
-    parser.add_argument("--learn-batch", type=int, default=64, help="responses of a step")
-    parser.add_argument("--learn-prompts", type=int, default=256, help="that are sampled for a figure")
-    parser.add_argument("--learn-tokens", type=int, default=64, help="of a response, at most")
+    parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.only is None:
-        args.only = ["qwen3-30b-a3b-12", *([MODEL_ROW] if args.model else [])] if args.learned else list(ROWS)
     if args.tiny:
         args.jobs = 1
     return args
-
-
-def words_of(args: argparse.Namespace) -> list[str]:
-    """What a row's process is told."""
-    words = ["--train-s", str(args.train_s), *(["--tiny"] if args.tiny else [])]
-    if args.learned:
-        words += ["--learned", "--learn-steps", *map(str, args.learn_steps), "--learn-lr", str(args.learn_lr)]
-        for name in ("learn_batch", "learn_prompts", "learn_tokens"):
-            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return words + (["--model", str(args.model)] if args.model else [])
 
 
 def main() -> None:
@@ -125,12 +102,12 @@ def main() -> None:
     args = parse()
     if args.row is not None:
         args.device = os.environ["PARITY_DEVICE"]
-        (run_learned if args.learned else run_row)(args.row, args, args.out)
+        run_row(args.row, args, args.out)
         os._exit(0)  # not after an exception: torch's and vLLM's threads may keep the process
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = ("learned-" if args.learned else "") + ("gpu" if device == "cuda" else "cpu")
+    kind = "gpu" if device == "cuda" else "cpu"
     out: Path = args.out or ROOT / "bench" / "results" / f"parity-{kind}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"environment": environment(args.commit), "tiny": args.tiny, "rows": {}}
@@ -139,9 +116,9 @@ def main() -> None:
     memory, lock, ends_at = Memory(total_gib), threading.Lock(), time.monotonic() + args.limit_s
 
     def run(name: str) -> None:
-        part, gib = out.with_suffix(f".{name}.part"), min(ROWS[name].gib if name in ROWS else MODEL_GIB, total_gib)
+        part, gib = out.with_suffix(f".{name}.part"), min(ROWS[name].gib, total_gib)
         memory.take(gib)
-        words = ["--row", name, "--out", str(part), *words_of(args)]
+        words = ["--row", name, "--out", str(part), "--train-s", str(args.train_s), *(["--tiny"] if args.tiny else [])]
         seen = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PARITY_DEVICE": device}
         with out.with_suffix(f".{name}.log").open("w") as log:
             command = [sys.executable, __file__, *words]
@@ -163,7 +140,7 @@ def main() -> None:
         list(pool.map(run, args.only))
     report["rows"] = {name: report["rows"][name] for name in args.only}
     out.write_text(json.dumps(report, indent=1) + "\n")
-    (print_learned if args.learned else print_table)(report)
+    print_table(report)
     print(f"written: {out}")
     if any("failed" in row for row in report["rows"].values()):
         sys.exit(1)

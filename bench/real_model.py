@@ -69,9 +69,6 @@ TRL_ROWS: dict[str, dict[str, Any]] = {
     "trl": {},
     "trl_token_tis": {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0},
 }
-KEPT_ROWS = ("dithered", "nearest")
-KEPT_STEPS = (1, 4, 12, 50, 100)
-"""Rows and steps whose adapters --adapters keeps; such a run writes a checkpoint at every step."""
 SHOWN_STEPS = (0, 25, 50, 75, 100)
 NAMES = {
     "reward/mean": "reward",
@@ -98,18 +95,12 @@ class Plan:
     steps: int
     out: Path
     scratch: Path
-    adapters: Path | None
-    """Where adapters of KEPT_ROWS go. None: none are kept."""
     is_cpu: bool
     is_beside: bool
     """Runs share a GPU: they take little of its memory."""
     extra: Sequence[str]
     ends_at: float
     """time.monotonic() after which nothing goes on."""
-
-    def kept(self, row: str, seed: int) -> Path | None:
-        """Where a run's adapters are kept, if they are."""
-        return self.adapters / f"{row}-seed{seed}" if self.adapters is not None and row in KEPT_ROWS else None
 
 
 def command_of(plan: Plan, row: str, seed: int) -> list[str]:
@@ -139,8 +130,6 @@ def command_of(plan: Plan, row: str, seed: int) -> list[str]:
     ]  # fmt: skip
     if plan.is_beside:
         words.append("trainer.max_microbatch_tokens=4096")
-    if plan.kept(row, seed) is not None:
-        words += ["run.checkpoint_every_steps=1", "run.keep_checkpoints=4"]
     return [sys.executable, "-m", "slipstream.orchestrator.cli.main", "train", *words, *plan.extra]
 
 
@@ -162,14 +151,12 @@ def run(plan: Plan, row: str, seed: int, gpu: str | None) -> dict[str, Any]:
         written_at = 0.0
         while process.poll() is None and time.monotonic() < plan.ends_at:
             time.sleep(0.2)
-            keep_adapters(folder / "latest" / "checkpoints", plan.kept(row, seed))
             if time.monotonic() > written_at + 5:
                 written_at = time.monotonic()
                 collect(plan, row, seed, gpu, None)
         was_ended = process.poll() is None
         if was_ended:
             end(process)
-    keep_adapters(folder / "latest" / "checkpoints", plan.kept(row, seed))
     return collect(plan, row, seed, gpu, None if was_ended else process.returncode)
 
 
@@ -181,18 +168,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def keep_adapters(checkpoints: Path, folder: Path | None) -> None:
-    """Copy the adapters of KEPT_STEPS whose checkpoints are whole, if there is a folder for them."""
-    if folder is None:
-        return
-    for step in KEPT_STEPS:
-        whole, kept = checkpoints / f"step-{step:06d}" / "adapter", folder / f"step-{step}"
-        if whole.is_dir() and not kept.exists():
-            partial = folder / f".step-{step}"
-            shutil.copytree(whole, partial)
-            partial.rename(kept)
 
 
 def collect(plan: Plan, row: str, seed: int, gpu: str | None, code: int | None) -> dict[str, Any]:
@@ -347,7 +322,6 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many")
     parser.add_argument("--set", nargs="*", default=[], help="further options of our runs")
-    parser.add_argument("--adapters", type=Path, help="folder that keeps PEFT adapters of some steps")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/real-model-runs"), help="folder for run folders")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "real_model")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
@@ -365,7 +339,6 @@ def main() -> None:
         steps=args.steps,
         out=args.out,
         scratch=scratch,
-        adapters=args.adapters,
         is_cpu=args.cpu,
         is_beside=args.per_gpu > 1,
         extra=args.set,

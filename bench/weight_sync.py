@@ -193,7 +193,6 @@ class Bench:
         return {
             "title": title,
             "watermark_bytes": row.watermark_bytes,
-            "rounding": row.rounding,
             "share": row.share,
             "delta_bytes": row.delta_bytes,
             "changed_fraction": reports[-1]["changed_fraction"],
@@ -237,13 +236,11 @@ def ask(engine: Child, *order: Any) -> Any:
 
 def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) -> dict[str, Row]:
     """The rows to measure in one engine."""
-    base = Row(warm_up=args.warm_up, publishes=args.publishes, rounding=args.rounding[0])
+    base = Row(warm_up=args.warm_up, publishes=args.publishes)
     if args.tiny:
         base = replace(base, watermark_bytes=16 * MIB)
     trace = folder / f"weight_sync-{args.name}-{title.replace(' ', '-')}-trace.json"
     rows = {"hashes": replace(base, is_pair=True, trace=trace)}
-    for number, rounding in enumerate(args.rounding[1:], 2):
-        rows[f"{rounding} {number}"] = replace(base, rounding=rounding)
     for number, percent in enumerate(args.delta):
         row = replace(base, share=percent / 100, delta_bytes=args.delta_mib * MIB)
         rows[f"{percent:g} %"] = row if number else replace(row, trace=trace.with_stem(f"{trace.stem}-changes"))
@@ -267,10 +264,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--publishes", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--watermark-mib", type=int, nargs="*", default=[64, 256, 1024, 4096])
-    parser.add_argument(
-        "--rounding", nargs="+", default=["dithered"], choices=("dithered", "nearest"),
-        help="a row of publishes each; their medians are printed side by side",
-    )  # fmt: skip
     parser.add_argument(
         "--delta", type=float, nargs="*", default=[],
         help="a row each: only changes are sent (weight_sync.delta_bytes), of which there are so many percent; with a "

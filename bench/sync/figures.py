@@ -41,7 +41,6 @@ def show(report: dict[str, Any]) -> None:
                   *(f"{row[f'{name}_s']:.4f}" for name in ("pause", "excess_pause")),
                   *("-" if value is None else f"{value / MIB:.1f}M" for value in memory))  # fmt: skip
         with_hashes, without = (next(r for r in engine["rows"] if r["title"] == t) for t in ("hashes", "no hashes"))
-        _compare_roundings(engine["rows"], with_hashes["watermark_bytes"])
         print(f"hashes cost {_cost(with_hashes, without):+.1%} of a publish, by medians without the wait for steps")
         for name, peer in engine["peers"].items():
             if "failed" in peer:
@@ -50,17 +49,6 @@ def show(report: dict[str, Any]) -> None:
                 times = peer["median_s"] / with_hashes["total_s"]
                 print(f"peer {name}: {peer['median_s']:.3f} s, {times:.1f} times a publish ({peer})")
     print(report["peers_include"])
-
-
-def _compare_roundings(rows: list[dict[str, Any]], watermark_bytes: int) -> None:
-    """Medians over all publishes with hashes within the watermark, by rounding of merged weights."""
-    seconds: dict[str, list[float]] = {}
-    for row in rows:
-        if "rounding" in row and row["verify_hashes"] and row["watermark_bytes"] == watermark_bytes:
-            seconds.setdefault(row["rounding"], []).extend(report["total_s"] for report in row["reports"])
-    if len(seconds) > 1:
-        told = (f"{name} {statistics.median(of):.4f} s ({len(of)} publishes)" for name, of in seconds.items())
-        print(f"a publish by rounding, medians: {', '.join(told)}")
 
 
 def _cost(with_hashes: dict[str, Any], without: dict[str, Any]) -> float:

@@ -47,8 +47,6 @@ class Row:
     publishes: int = 10
     is_pair: bool = False
     """Also make as many publishes without hashes, alternating: on, off, off, on, on, off, ..."""
-    rounding: str = "dithered"
-    """weight_sync.rounding."""
     share: float | None = None
     """Change this share of all elements before every publish; None: draw all adapters anew."""
     delta_bytes: int = 0
@@ -136,7 +134,6 @@ class _Rank:
     def __init__(self, spec: TrainerSpec) -> None:
         import torch
 
-        from bench.rounding_ways import to_nearest
         from slipstream.conf.architecture.families import read_config
         from slipstream.conf.schema import LoraConfig, TrainerConfig
         from slipstream.trainer.delivery.merged_source import TrainerWeightSource
@@ -170,9 +167,7 @@ class _Rank:
                     local.normal_(0.0, 0.02)
         self.adapters = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_" in name]
         self.b_factors = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_B" in name]
-        self.sources = {"dithered": TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)}
-        with to_nearest(self.decoder):
-            self.sources["nearest"] = TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)
+        self.source = TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)
         self.version = 0
         self.scale: float | None = None
         """The size of the noise by which B moves before a publish; None: adapters are drawn anew."""
@@ -205,7 +200,7 @@ class _Rank:
 
         transport = self._row.enter_context(self.link())
         self.publisher = Publisher(
-            self.sources[row.rounding],
+            self.source,
             transport,
             rank=self.spec.rank,
             world_size=self.spec.world_size,
