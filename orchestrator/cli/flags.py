@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli import option_help, texts
-from slipstream.orchestrator.cli.texts import CommandText
 
 Add = Callable[..., None]
 """Adds one flag: (its names, its value's type, or bool if it takes none, the value's name, text, more of argparse)."""
@@ -37,14 +36,21 @@ _CHECKPOINT = "newest, best (run.keep_best) or a step; default"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are ConfigErrors, so that they look like every other mistake."""
+    """argparse whose mistakes are ConfigErrors, so that they look like every other mistake.
 
-    def __init__(self, text: CommandText, *, has_topics: bool = False) -> None:
+    Args:
+        text: Of texts.py.
+        has_topics: Whether --help takes one.
+    """
+
+    def __init__(self, text: str, *, has_topics: bool = False) -> None:
+        usage, _, about = text.partition("\n\n")
+        about, _, end = about.partition("\n{flags}\n")
         super().__init__(
-            prog=f"slipstream {text.command}",
-            usage=text.usage,
-            description=text.about,
-            epilog=text.end,
+            prog=" ".join(usage.split()[:2]),
+            usage=usage,
+            description=about,
+            epilog=end,
             formatter_class=_Formatter,
             add_help=False,
             allow_abbrev=False,
@@ -333,13 +339,8 @@ def chaos() -> Parser:
     parser.positional("victims", type=str)
     flag = parser.flags("flags: what is done")
     flag("--list", bool, None, "show whom there is to harm on this machine, with process ids; harms nobody")
-    flag(
-        "--what",
-        str,
-        "W[,W]",
-        "kill (SIGKILL), stop (SIGSTOP, then SIGCONT), term (SIGTERM); default kill",
-        default="kill",
-    )
+    ways = "kill (SIGKILL), stop (SIGSTOP, then SIGCONT), term (SIGTERM); default %(default)s"
+    flag("--what", str, "W[,W]", ways, default="kill")
     moments = "now, sampling, publish, verify, checkpoint, recovery, start; default now"
     flag("--when", str, "M[,M]", moments, default="now")
     flag("--stop-s", float, "S", "how long stop lasts; default %(default)g")
