@@ -2,140 +2,94 @@
 
 Each section is a frozen dataclass. YAML files under `conf/<group>/` choose values and never types; `conf/load.py`
 composes them and is the only place that sees a DictConfig. A rule about one section is checked in that section's
-`__post_init__`; a rule across sections is a `check_<rule>` in `conf/checks.py` or `conf/model_checks.py`; options that
-have no effect because of others are a row in `conf/ignored.py`. Derived values are properties that carry their formula.
+`__post_init__`; a rule across sections is a `check_<rule>` in `conf/checks.py` or `conf/model_checks.py`; in which runs
+an option is read is metadata of its field (read_if.py). Derived values are properties that carry their formula.
 
-All other code imports from here: `from conf.schema import RunConfig`.
+All other code imports from here: `from slipstream.conf.schema import RunConfig`.
 """
 
 from slipstream.conf.schema.algorithm import (
-    SHIPPED_ADVANTAGES,
-    SHIPPED_LOSSES,
-    AlgorithmConfig,
-    Correction,
-    KlEstimator,
-    KlPlace,
-    Normalization,
-    Objective,
-    RatioBaseline,
+    SHIPPED_ADVANTAGES as SHIPPED_ADVANTAGES,
+    SHIPPED_LOSSES as SHIPPED_LOSSES,
+    AlgorithmConfig as AlgorithmConfig,
+    Correction as Correction,
+    KlEstimator as KlEstimator,
+    KlPlace as KlPlace,
+    Normalization as Normalization,
+    Objective as Objective,
+    RatioBaseline as RatioBaseline,
 )
-from slipstream.conf.schema.cluster import ClusterConfig, Device
-from slipstream.conf.schema.data import DataConfig, Order
-from slipstream.conf.schema.model import DType, EngineFormat, Init, ModelConfig
+from slipstream.conf.schema.cluster import (
+    ClusterConfig as ClusterConfig,
+    Device as Device,
+)
+from slipstream.conf.schema.data import (
+    DataConfig as DataConfig,
+    Order as Order,
+)
+from slipstream.conf.schema.model import (
+    DType as DType,
+    EngineFormat as EngineFormat,
+    Init as Init,
+    ModelConfig as ModelConfig,
+)
 from slipstream.conf.schema.numerics import (
-    AttentionValues,
-    CombineMode,
-    Match,
-    MlaNormEps,
-    NumericsByPlace,
-    NumericsConfig,
-    Rounding,
-    Roundings,
-    RoutedScale,
-    RouterFormat,
-    RouterLogits,
+    AttentionValues as AttentionValues,
+    CombineMode as CombineMode,
+    Match as Match,
+    MlaNormEps as MlaNormEps,
+    NumericsByPlace as NumericsByPlace,
+    NumericsConfig as NumericsConfig,
+    Rounding as Rounding,
+    Roundings as Roundings,
+    RoutedScale as RoutedScale,
+    RouterFormat as RouterFormat,
+    RouterLogits as RouterLogits,
 )
-from slipstream.conf.schema.parity import ParityConfig
+from slipstream.conf.schema.parity import (
+    ParityConfig as ParityConfig,
+)
 from slipstream.conf.schema.reward import (
-    ANSWER,
-    READ_AN_ANSWER,
-    SHIPPED_REWARDS,
-    CodeConfig,
-    JudgeConfig,
-    RewardConfig,
-    RewardPart,
-    reward_part,
+    ANSWER as ANSWER,
+    READ_AN_ANSWER as READ_AN_ANSWER,
+    SHIPPED_REWARDS as SHIPPED_REWARDS,
+    CodeConfig as CodeConfig,
+    JudgeConfig as JudgeConfig,
+    RewardConfig as RewardConfig,
+    RewardPart as RewardPart,
+    reward_part as reward_part,
 )
 from slipstream.conf.schema.rollout import (
-    EpisodesConfig,
-    EvalSampling,
-    EvalSamplingConfig,
-    RolloutConfig,
-    SamplingConfig,
+    EpisodesConfig as EpisodesConfig,
+    EvalSampling as EvalSampling,
+    EvalSamplingConfig as EvalSamplingConfig,
+    RolloutConfig as RolloutConfig,
+    SamplingConfig as SamplingConfig,
 )
-from slipstream.conf.schema.run import RunConfig, RunSection
-from slipstream.conf.schema.teacher import TeacherConfig
+from slipstream.conf.schema.run import (
+    RunConfig as RunConfig,
+    RunSection as RunSection,
+)
+from slipstream.conf.schema.teacher import (
+    TeacherConfig as TeacherConfig,
+)
 from slipstream.conf.schema.trainer import (
-    ENGINE_LORA_RANKS,
-    LORA_TARGETS,
-    MAX_EXPERT_RANK,
-    Activations,
-    LoraConfig,
-    OptimConfig,
-    OptimState,
-    TrainerConfig,
-    TrainMode,
+    ENGINE_LORA_RANKS as ENGINE_LORA_RANKS,
+    LORA_TARGETS as LORA_TARGETS,
+    MAX_EXPERT_RANK as MAX_EXPERT_RANK,
+    Activations as Activations,
+    LoraConfig as LoraConfig,
+    OptimConfig as OptimConfig,
+    OptimState as OptimState,
+    TrainerConfig as TrainerConfig,
+    TrainMode as TrainMode,
 )
 from slipstream.conf.schema.weight_sync import (
-    MergeRounding,
-    PauseMode,
-    Relay,
-    RemoteMerge,
-    SyncMode,
-    TransportKind,
-    WeightSyncConfig,
+    MergeRounding as MergeRounding,
+    PauseMode as PauseMode,
+    Relay as Relay,
+    RemoteMerge as RemoteMerge,
+    SyncMode as SyncMode,
+    TransportKind as TransportKind,
+    WeightSyncConfig as WeightSyncConfig,
 )
-
-__all__ = [
-    "ANSWER",
-    "ENGINE_LORA_RANKS",
-    "LORA_TARGETS",
-    "MAX_EXPERT_RANK",
-    "READ_AN_ANSWER",
-    "SHIPPED_ADVANTAGES",
-    "SHIPPED_LOSSES",
-    "SHIPPED_REWARDS",
-    "Activations",
-    "AlgorithmConfig",
-    "AttentionValues",
-    "ClusterConfig",
-    "CodeConfig",
-    "CombineMode",
-    "Correction",
-    "DType",
-    "DataConfig",
-    "Device",
-    "EngineFormat",
-    "EpisodesConfig",
-    "EvalSampling",
-    "EvalSamplingConfig",
-    "Init",
-    "JudgeConfig",
-    "KlEstimator",
-    "KlPlace",
-    "LoraConfig",
-    "Match",
-    "MergeRounding",
-    "MlaNormEps",
-    "ModelConfig",
-    "Normalization",
-    "NumericsByPlace",
-    "NumericsConfig",
-    "Objective",
-    "OptimConfig",
-    "OptimState",
-    "Order",
-    "ParityConfig",
-    "PauseMode",
-    "RatioBaseline",
-    "Relay",
-    "RemoteMerge",
-    "RewardConfig",
-    "RewardPart",
-    "RolloutConfig",
-    "Rounding",
-    "Roundings",
-    "RoutedScale",
-    "RouterFormat",
-    "RouterLogits",
-    "RunConfig",
-    "RunSection",
-    "SamplingConfig",
-    "SyncMode",
-    "TeacherConfig",
-    "TrainMode",
-    "TrainerConfig",
-    "TransportKind",
-    "WeightSyncConfig",
-    "reward_part",
-]

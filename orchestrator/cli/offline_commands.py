@@ -45,9 +45,11 @@ def plan(flags: argparse.Namespace, overrides: list[str]) -> int:
     """Predict a publish of the run."""
     from slipstream.conf.load import check_model_reads_overrides, load_run_config
     from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
-    from slipstream.orchestrator.offline import estimate as plan_command
-    from slipstream.orchestrator.offline import estimate_report as plan_report
-    from slipstream.orchestrator.offline import hardware as hardware_of
+    from slipstream.orchestrator.offline import (
+        estimate as plan_command,
+        estimate_report as plan_report,
+        hardware as hardware_of,
+    )
     from slipstream.weight_sync.gc_freeze import allow_collections, hold_collections
 
     config = load_run_config(overrides, flags.config_dir, reads_rows=False)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.conf.errors import ConfigError
-from slipstream.orchestrator.cli import flags as cli_flags
-from slipstream.orchestrator.cli import option_help
+from slipstream.orchestrator.cli import flags as cli_flags, option_help
 from slipstream.orchestrator.cli.exit import EXIT_OK, run_to_an_exit_code, tell
 from slipstream.orchestrator.cli.flags import is_option
 from slipstream.orchestrator.signals import wound_down_by_signals

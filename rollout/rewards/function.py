@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.functions import file_of, has_form
-from slipstream.conf.functions import import_function as find_function
+from slipstream.conf.functions import file_of, has_form, import_function as find_function
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards.answer_text import compile_pattern, exact_match, regex_match

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back, train
-from system.test_ends import TAUGHT, kill_server
-from system.test_ends import run as run  # a fixture
+from system.test_ends import (
+    TAUGHT,
+    kill_server,
+    run as run,  # a fixture
+)
 from system.test_learning import LETTERS, NUM_STEPS
 from system.test_sft import assert_the_same_run, in_two_parts
 

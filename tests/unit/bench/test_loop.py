@@ -12,8 +12,7 @@ import pytest
 from bench.loop import PEERS, engine_tokens_per_s, figures, job_of, keep_former_rows, model_of, run_options
 from bench.loops.lengths import FIXED, LONG_TAILED, lengths, mean_length
 from bench.loops.row_process import busy_and_memory
-from bench.loops.trl_row import Clock
-from bench.loops.trl_row import figures as trl_figures
+from bench.loops.trl_row import Clock, figures as trl_figures
 from bench.loops.verl_row import figures as verl_figures
 from slipstream.conf.load import load_run_config
 

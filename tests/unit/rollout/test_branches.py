@@ -4,8 +4,7 @@ from itertools import count
 
 import numpy as np
 from cases.samples import build_samples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
 from slipstream.rollout.branches import branches_of, context_of

@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.weight_sync.merging.rounding import FP8_MAX, dithered, key_of, rounded_sum, thresholds
 

@@ -1,8 +1,7 @@
 """Promises of weight_sync/changes.py: a stream applied to what was is what is; nothing outside a chunk is written."""
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.weight_sync import change_kernels, changes
 from slipstream.weight_sync.changes import TILE, Chunk, Landed, Packer, max_records, num_tiles, stream_bytes

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.weight_sync import integrity
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Fill, Load, Param, PostLoad, Region
 from slipstream.weight_sync.plan.columns import LoadTable

@@ -10,8 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ray.exceptions import RayError
 
 from slipstream.conf.errors import ConfigError

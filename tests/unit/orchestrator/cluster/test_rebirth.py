@@ -10,8 +10,7 @@ from fakes.trainer_ranks import ADDRESS, Actor, Cast
 from ray.exceptions import RayError
 
 from slipstream.fleet.errors import WaitTimeout
-from slipstream.orchestrator.cluster import ray_handles
-from slipstream.orchestrator.cluster import rebirth as rebirth_module
+from slipstream.orchestrator.cluster import ray_handles, rebirth as rebirth_module
 from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup
 from slipstream.orchestrator.cluster.rebirth import Ranks, Rebirth
 from slipstream.orchestrator.errors import CheckpointLost, TrainingStopped

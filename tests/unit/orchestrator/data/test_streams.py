@@ -10,8 +10,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import START, Position, Row

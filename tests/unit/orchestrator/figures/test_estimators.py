@@ -6,8 +6,7 @@ import statistics
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.orchestrator.figures.estimators import estimate, majority_vote, pass_at_k
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.orchestrator.files import goodput
 from slipstream.orchestrator.files.goodput import goodput_of

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.orchestrator.figures.held_out import Evaluation
 from slipstream.orchestrator.files.run_folder import RunFolder

@@ -15,9 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.cli.main import main

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases.samples import build_samples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
 from slipstream.orchestrator.errors import TrainingStopped

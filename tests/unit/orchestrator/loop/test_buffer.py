@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer, Ticket
 from slipstream.rollout.types import Group, Prompt, Rollout

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, Loop, World, make_config
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.fleet.replicas import Replica, ReplicaState
 from slipstream.orchestrator.loop import ramp

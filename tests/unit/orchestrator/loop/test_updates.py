@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from cases.samples import build_samples
 from fakes.loop import Loop, make_config
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from oracles.advantages import ADVANTAGE_CASES, our_advantages
 
 from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace

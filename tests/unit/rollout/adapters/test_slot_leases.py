@@ -5,8 +5,7 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.rollout.adapters.slot_leases import SlotTable
 

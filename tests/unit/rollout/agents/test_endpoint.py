@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.rollout.agents import endpoint as endpoint_module
-from slipstream.rollout.agents import session as session_module
+from slipstream.rollout.agents import endpoint as endpoint_module, session as session_module
 from slipstream.rollout.agents.chat_text import Reply
 from slipstream.rollout.agents.endpoint import MAX_CHOICES, Endpoint
 from slipstream.rollout.agents.episode import Answer, EngineFailed, EpisodeOver, LimitReached, Sampled

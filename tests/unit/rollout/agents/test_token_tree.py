@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from fakes.chat_templates import SAMPLED_END, TEMPLATES, FakeChatText
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.rollout.agents.token_tree import (
     CONTINUED,

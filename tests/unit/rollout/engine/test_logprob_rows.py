@@ -4,8 +4,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.rollout.in_vllm.logprob_rows import gather, row_of_request, spread
 

@@ -4,8 +4,7 @@ from fractions import Fraction
 
 import pytest
 from fakes.reward_runs import running
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config

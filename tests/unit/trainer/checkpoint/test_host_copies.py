@@ -3,8 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from slipstream.trainer.checkpoint.host_copies import HostCopies

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases.rank_helpers import draw, fill_adapters, make_rank, spawn
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor import DTensor
 
 from slipstream.conf.schema import DType

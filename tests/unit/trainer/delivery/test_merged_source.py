@@ -12,8 +12,7 @@ from cases.rank_helpers import SYNC_KEY, count, fill_adapters, make_rank, make_s
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread
 from fakes.ranked_engine import MirrorEngine
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 

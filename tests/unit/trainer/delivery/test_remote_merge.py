@@ -15,8 +15,7 @@ from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread
 from fakes.ranked_engine import RankedEngine
 from fakes.vllm_layout import engine_layouts
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
 
 from slipstream.conf.architecture.model_spec import ModelSpec

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 from cases.tiny_models import DEEPSEEK_V32, GPT_OSS, QWEN3_NEXT
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError

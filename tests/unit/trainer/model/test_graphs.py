@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cases.tiny_models import DEEPSEEK, GPT_OSS, MIXED, MOE, make_decoder, packed, relative_error
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.trainer.model import graphs as graphs_module
 from slipstream.trainer.model.decoder import Decoder

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import CombineMode
 from slipstream.trainer.kernels.experts.combine import weighted_sum

@@ -26,8 +26,7 @@ from slipstream.trainer.moe.experts import Experts
 
 def oracle_experts(experts: Experts) -> Any:
     """transformers' Qwen3-MoE experts with PEFT's ParamWrapper, holding the same values."""
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
+    from peft import LoraConfig as PeftConfig, get_peft_model
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 

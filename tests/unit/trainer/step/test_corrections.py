@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig, Correction, Normalization, RatioBaseline
 from slipstream.trainer.step.corrections import LOG_RATIO_BOUND, importance_weights

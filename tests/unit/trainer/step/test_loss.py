@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.loop import MAXIMA, SUMS, VECTORS
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig, Correction, KlEstimator, KlPlace, Normalization, RatioBaseline
 from slipstream.trainer.step.corrections import LOG_RATIO_BOUND

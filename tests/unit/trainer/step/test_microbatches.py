@@ -6,8 +6,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.trainer.step.microbatches import Extent, Microbatch, collate, extent_of, pack, sample_cost
 from slipstream.trainer.types import Sample

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.trainer.step.mismatch import measure_mismatch
 from slipstream.trainer.step.mismatch_bins import BINS_PER_DECADE, POSITION_STARTS, quantile

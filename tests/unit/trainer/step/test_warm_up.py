@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases.rank_helpers import VOCAB, are_equal, count, fill_adapters, make_rank, make_samples, trained, values_of
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
 from slipstream.conf.architecture.model_spec import MoeSpec

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases.rank_helpers import LORA, MOE_CONFIG, fill_adapters, make_rank, spawn
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from slipstream.conf.errors import ConfigError

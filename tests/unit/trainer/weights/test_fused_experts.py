@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases.tiny_models import GEMMA4_MOE, GPT_OSS, make_decoder
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.trainer.weights.fused_experts import FusedTensor, deinterleave, interleave
 from slipstream.trainer.weights.shards import local_shards

@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from fakes.merging import merge_rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows

@@ -4,8 +4,7 @@ import itertools
 from math import prod
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.weight_sync.disk.copies import Columns, Converted, Held, Run, blocks_of, compile_copies, split
 from slipstream.weight_sync.disk.tensor_source import TensorSource

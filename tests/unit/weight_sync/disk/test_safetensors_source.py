@@ -8,8 +8,7 @@ import torch
 from cases.plan_tables import by_name
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, checkpoint, engine_layout, expected_of
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from slipstream.conf.errors import ConfigError

@@ -20,8 +20,7 @@ from cases.layouts import (
 )
 from cases.plan_tables import table_of
 from cases.plans import PROPERTY, all_tasks, small_system
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import (

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 from cases.layouts import systems
 from cases.plan_tables import table_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from oracles.scalar_proof import prove_by_element
 
 from slipstream.weight_sync.errors import PlanError

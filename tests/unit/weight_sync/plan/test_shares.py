@@ -5,8 +5,7 @@ import itertools
 from collections import Counter
 
 from cases.plans import PROPERTY, all_tasks, small_system
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
 from slipstream.weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan

@@ -25,8 +25,7 @@ from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from slipstream.weight_sync.plan import budget
 from slipstream.weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
 from slipstream.weight_sync.plan.plan import build_plan
-from slipstream.weight_sync.publish import lanes, slot_turns, staging_slots
-from slipstream.weight_sync.publish import pipeline as pipeline_module
+from slipstream.weight_sync.publish import lanes, pipeline as pipeline_module, slot_turns, staging_slots
 from slipstream.weight_sync.publish.pipeline import Pipeline
 
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 from cases.plan_tables import by_name
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.weight_sync.publish.sums import Places, Sums
 from slipstream.weight_sync.replica.expected import Planned

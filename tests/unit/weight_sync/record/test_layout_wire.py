@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 from cases.layouts import systems
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from slipstream.weight_sync.plan.columns import LoadTable, axes_code, widened
 from slipstream.weight_sync.record.layout_wire import layouts_digest, layouts_from_bytes, layouts_to_bytes

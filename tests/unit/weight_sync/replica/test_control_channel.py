@@ -17,8 +17,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.weight_sync.calls import connection
 from slipstream.weight_sync.calls.curve import MAX_FRAME_BYTES
 from slipstream.weight_sync.errors import IntegrityError, ProtocolError, ReplicaError, StaleEpoch, TransferTimeout
-from slipstream.weight_sync.replica import clients as clients_module
-from slipstream.weight_sync.replica import endpoint as endpoint_module
+from slipstream.weight_sync.replica import clients as clients_module, endpoint as endpoint_module
 from slipstream.weight_sync.replica.clients import ReplicaClients
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import Begun, Committed, Described, PublishId, ReplicaVerbs

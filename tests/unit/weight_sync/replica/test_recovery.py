@@ -11,8 +11,7 @@ import pytest
 import torch
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, engine_bytes, expected_of, repacked
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.weight_sync.errors import (
     IntegrityError,

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from fakes.publish import engine_layout
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from slipstream.weight_sync.calls.verbs import verb_of, verbs_of

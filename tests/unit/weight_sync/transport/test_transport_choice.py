@@ -3,8 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import TransportKind
 from slipstream.weight_sync.errors import LinkMismatch, TransferFailed
