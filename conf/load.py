@@ -44,6 +44,7 @@ from slipstream.conf.options import (
 )
 from slipstream.conf.register import register_schema, schema_node
 from slipstream.conf.schema import Init, RunConfig
+from slipstream.conf.schema.rules import with_article
 from slipstream.conf.several_runs import answer, is_multirun, values_of
 from slipstream.conf.words import read_word
 
@@ -247,15 +248,14 @@ def _check_type(option: Option, override: Override) -> None:
     if isinstance(value, str) and "${" in value:
         return  # an interpolation is resolved and checked after everything is composed
     if override.value_type is ValueType.ELEMENT and value == "" and option.type is not str:
-        raise ConfigError(f"{option.name} must be {_with_article(option.type_label)}, got nothing after the '='")
+        raise ConfigError(f"{option.name} must be {with_article(option.type_label)}, got nothing after the '='")
     try:
         OmegaConf.update(_tree_to_try_values(), option.name, value)
     except ValidationError as error:
         near = difflib.get_close_matches(str(value), option.choices, n=1, cutoff=0.75)  # `gpu` is no `cpu`
         hint = did_you_mean(str(value), near) or _in_bytes(option, str(value)) or _in_brackets(option, value)
         raise ConfigError(
-            f"{option.name} must be {_with_article(option.type_label)}, got "
-            f"{show(value)!r}{'. ' + hint if hint else ''}"
+            f"{option.name} must be {with_article(option.type_label)}, got {show(value)!r}{'. ' + hint if hint else ''}"
         ) from error
 
 
@@ -360,7 +360,7 @@ def _explain_foreign(error: BaseException) -> str:
         if name.partition(".")[0] == "experiment":
             return f"{where}its first line must be '# @package _global_', behind no byte order mark"
         if isinstance(cause, ValidationError) and option is not None:
-            return f"{where}{name} must be {_with_article(option.type_label)}. {_first_line(cause)}"
+            return f"{where}{name} must be {with_article(option.type_label)}. {_first_line(cause)}"
         if option is None and _open_dict_above(name) is None:
             return where + _explain_unknown(name)
         return f"{where}{name}: {_first_line(cause)}"
@@ -386,11 +386,6 @@ def _first_line(error: BaseException) -> str:
         return f"the value {misplaced[1]} stands in the place of a section, as trainer in trainer: {{num_ranks: 2}}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-def _with_article(type_label: str) -> str:
-    articles = {"integer": "an ", "number": "a ", "mapping": "a ", "list": "a "}
-    return articles.get(type_label.split(" ", 1)[0], "") + type_label
 
 
 def _example_of(section: str) -> str:

@@ -21,11 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from slipstream.conf.json_files import is_list
 from slipstream.conf.schema import RunConfig
 from slipstream.conf.schema.read_if import READ_IF, If
+from slipstream.conf.schema.rules import is_enum, type_label
 
 DERIVED = {
     "is_bitwise=false": "Not with trainer.numerics.match=bitwise.",
@@ -205,8 +206,8 @@ def _walk(cls: type, prefix: str) -> Iterable[Option]:
         default = item.default if item.default is not dataclasses.MISSING else None
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        choices = tuple(member.name for member in annotation) if _is_enum(annotation) else ()
-        yield Option(name, annotation, _type_label(annotation), default, choices, cls)
+        choices = tuple(member.name for member in annotation) if is_enum(annotation) else ()
+        yield Option(name, annotation, type_label(annotation), default, choices, cls)
 
 
 def _when(conditions: Sequence[If]) -> Iterator[str]:
@@ -245,26 +246,6 @@ def _field_docs(cls: type) -> Mapping[str, str]:
         else:
             name = None
     return docs
-
-
-def _is_enum(annotation: Any) -> TypeGuard[type[Enum]]:
-    return isinstance(annotation, type) and issubclass(annotation, Enum)
-
-
-def _type_label(annotation: Any) -> str:
-    if _is_enum(annotation):
-        return "one of " + ", ".join(member.name for member in annotation)
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(_type_label(part) for part in get_args(annotation))
-    if get_origin(annotation) is dict:
-        return "mapping"
-    if get_origin(annotation) is tuple:
-        parts = get_args(annotation)
-        if parts[1:] == (...,):
-            return f"list of {_type_label(parts[0])}s"
-        return f"list of {len(parts)} {_type_label(parts[0])}s"
-    names = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}
-    return names.get(annotation, str(annotation))
 
 
 def _first_comment(path: Path) -> str:

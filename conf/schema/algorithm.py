@@ -234,15 +234,8 @@ class AlgorithmConfig:
             self.group_size >= 2 or self.advantage == "none",
             f"algorithm.group_size must be >= 2, got {self.group_size}: a group of one has no advantage",
         )
-        at_least(
-            1,
-            "algorithm",
-            group_size=self.group_size,
-            groups_per_step=self.groups_per_step,
-            sequences_per_step=self.sequences_per_step,
-            minibatches_per_step=self.minibatches_per_step,
-            epochs_per_step=self.epochs_per_step,
-        )
+        at_least(1, "algorithm", self, "group_size", "groups_per_step", "sequences_per_step")
+        at_least(1, "algorithm", self, "minibatches_per_step", "epochs_per_step")
         require(
             self.minibatches_per_step <= self.groups_per_step,
             f"algorithm.minibatches_per_step must be <= algorithm.groups_per_step={self.groups_per_step}, because "
@@ -253,20 +246,14 @@ class AlgorithmConfig:
             f"algorithm.advantage must be one of {', '.join(SHIPPED_ADVANTAGES)}, FILE.py:function or "
             f"package.module:function, got {self.advantage!r}",
         )
-        at_least(
-            0,
-            "algorithm",
-            max_staleness_steps=self.max_staleness_steps,
-            kl_coef=self.kl_coef,
-            distill_coef=self.distill_coef,
-        )
+        at_least(0, "algorithm", self, "max_staleness_steps", "kl_coef", "distill_coef")
         require(
             not (self.objective is Objective.sft and self.normalization is Normalization.constant),
             "algorithm.normalization=constant divides by rollout.sampling.max_tokens, and fine-tuning samples nothing; "
             "set algorithm.normalization=token or sequence",
         )
         require(0 < self.clip_low <= 1, f"algorithm.clip_low must lie in (0, 1], got {self.clip_low}")
-        above(0, "algorithm", dpo_beta=self.dpo_beta, clip_high=self.clip_high)
+        above(0, "algorithm", self, "dpo_beta", "clip_high")
         require(
             self.loss in SHIPPED_LOSSES or _is_a_function(self.loss),
             f"algorithm.loss must be one of {', '.join(SHIPPED_LOSSES)}, FILE.py:function or package.module:function, "

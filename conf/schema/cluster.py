@@ -42,4 +42,4 @@ class ClusterConfig:
     """Longest wait for trainer ranks and engines to come up."""
 
     def __post_init__(self) -> None:
-        above(0, "cluster", start_timeout_s=self.start_timeout_s)
+        above(0, "cluster", self, "start_timeout_s")

@@ -1,5 +1,6 @@
 """Section `data`: prompts, conversations, or pairs of answers."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,7 +8,7 @@ from typing import Any, ClassVar
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema.read_if import If, read_if
-from slipstream.conf.schema.rules import above, at_least_or_null, require
+from slipstream.conf.schema.rules import at_least, require
 
 
 class Order(StrEnum):
@@ -80,8 +81,8 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
-        at_least_or_null(1, "data", max_prompt_tokens=self.max_prompt_tokens)
-        at_least_or_null(2, "data", max_sequence_tokens=self.max_sequence_tokens)
+        at_least(1, "data", self, "max_prompt_tokens")
+        at_least(2, "data", self, "max_sequence_tokens")
         require(bool(self.prompt_key), "data.prompt_key must name a column, got nothing")
         require(
             self.path is None or not self.sources,
@@ -98,7 +99,7 @@ class DataConfig:
             f"data.sources names a source twice: {list(self.sources)}; give it a larger weight instead",
         )
         for weight in self.weights:
-            above(0, "data", weights=weight)
+            require(0 < weight < math.inf, f"data.weights must be > 0, got {weight:g}")
         require(
             self.eval_path is None or not self.eval_sets,
             f"data.eval_path={self.eval_path} and data.eval_sets ({', '.join(self.eval_sets)}) are both set; give all "

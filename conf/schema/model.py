@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from slipstream.conf.schema.rules import above, require
+from slipstream.conf.schema.rules import require
 
 
 class Init(StrEnum):
@@ -54,7 +54,7 @@ class ModelConfig:
     """
 
     def __post_init__(self) -> None:
-        above(0, "model.hf_config", initializer_range=self.init_std)
+        require(self.init_std > 0, f"model.hf_config.initializer_range must be > 0, got {self.init_std}")
         if self.init is Init.checkpoint:
             require(
                 self.path is not None,

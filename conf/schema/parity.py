@@ -27,7 +27,7 @@ class ParityConfig:
     """
 
     def __post_init__(self) -> None:
-        at_least(0, "parity", warn_k3=self.warn_k3, stop_k3=self.stop_k3, mask_log_ratio=self.mask_log_ratio)
+        at_least(0, "parity", self, "warn_k3", "stop_k3", "mask_log_ratio")
         require(
             math.isfinite(self.warn_k3) and math.isfinite(self.stop_k3),
             f"parity.warn_k3 and parity.stop_k3 must be finite, got {self.warn_k3} and {self.stop_k3}; 0 turns one off",

@@ -3,12 +3,13 @@
 import math
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.conf.schema.read_if import If, read_if
-from slipstream.conf.schema.rules import above, at_least, at_least_or_null, require, section_of
+from slipstream.conf.schema.rules import above, at_least, require, section_of
+from slipstream.conf.schema.teacher import AskedModel
 
 SHIPPED_REWARDS = ("exact_match", "regex", "math", "judge", "code", "none")
 """Values of reward.kind that are not functions of the user's own."""
@@ -23,19 +24,11 @@ SHAPINGS = ("overlong_penalty", "length_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeConfig:
+class JudgeConfig(AskedModel):
     """kind=judge: another model grades the response, over OpenAI's chat protocol. Without an answer, or without a
     number in it, the sample has no reward.
     """
 
-    base_url: str = ""
-    """Where it answers, such as http://127.0.0.1:8000/v1; `/chat/completions` is added."""
-    model: str = ""
-    """Its name there."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key, such as JUDGE_API_KEY. The key is never written into the run
-    folder. null: none is sent.
-    """
     prompt_file: str | None = None
     """Text file with what it is asked; {{prompt}}, {{response}} and {{COLUMN}} stand for those. The last number of the
     answer is the score. null: a prompt that asks for one from 0 to 10.
@@ -46,12 +39,6 @@ class JudgeConfig:
     """Fields of the request beside temperature=0 and max_tokens=512, or in their place, such as
     {reasoning_effort: low}. null: the field is not sent.
     """
-    max_tries: ClassVar[int] = 6
-    """Requests for one verdict: after 429, 5xx, a lost connection or a timeout it is asked again, after the time that
-    it names, or 0.5 s and twice as long each time.
-    """
-    try_timeout_s: ClassVar[float] = 60.0
-    """Longest time of one request."""
     requests_per_minute: int | None = None
     """Requests that leave in a minute, from all processes. null: as many as reward.max_concurrent lets."""
     cache_path: str | None = None
@@ -149,7 +136,7 @@ class RewardConfig(RewardPart):
     """What the longest response loses; a shorter one loses in proportion to its tokens. 0: none."""
 
     def __post_init__(self) -> None:
-        at_least(0, "reward", overlong_tokens=self.overlong_tokens)
+        at_least(0, "reward", self, "overlong_tokens")
         for penalty in (self.overlong_penalty, self.length_penalty):
             require(math.isfinite(penalty), f"reward's penalties must be finite, got {penalty}")
         for name, part in self.by_name.items():
@@ -217,27 +204,23 @@ def _check_part(section: str, part: RewardPart) -> None:
         f"{section}.kind must be {kinds}, FILE.py:function or package.module:function, got {part.kind!r}",
     )
     require(math.isfinite(part.weight), f"{section}.weight must be finite, got {part.weight}")
-    above(0, section, timeout_s=part.timeout_s)
+    above(0, section, part, "timeout_s")
     if part.kind == "judge":
         _check_judge(section, part)
-    above(0, f"{section}.code", wall_s=part.code.wall_s)
-    at_least(MIN_SANDBOX_BYTES, f"{section}.code", memory_bytes=part.code.memory_bytes)
-    at_least(1, section, num_processes=part.num_processes, max_concurrent=part.max_concurrent)
+    above(0, f"{section}.code", part.code, "wall_s")
+    at_least(MIN_SANDBOX_BYTES, f"{section}.code", part.code, "memory_bytes")
+    at_least(1, section, part, "num_processes", "max_concurrent")
 
 
 def _check_judge(section: str, part: RewardPart) -> None:
     judge = part.judge
-    require(
-        judge.base_url.startswith(("http://", "https://")),
-        f"{section}.judge.base_url must be the address of an OpenAI endpoint, such as http://127.0.0.1:8000/v1, got "
-        f"{judge.base_url!r}",
-    )
+    judge.check_address(f"{section}.judge")
     require(bool(judge.model), f"{section}.judge.model must be the name of a model at {judge.base_url}, got nothing")
     require(
         len(judge.scale) == 2 and 0 < judge.scale[1] - judge.scale[0] < math.inf,
         f"{section}.judge.scale must be two numbers, the lower one first, got {list(judge.scale)}",
     )
-    at_least_or_null(1, f"{section}.judge", requests_per_minute=judge.requests_per_minute)
+    at_least(1, f"{section}.judge", judge, "requests_per_minute")
     if judge.requests_per_minute is not None:
         wait_s = 60 * part.max_concurrent * part.num_processes / judge.requests_per_minute
         require(

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema.engine_arguments import check_engine_options
 from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
-from slipstream.conf.schema.rules import above, at_least, at_least_or_null, require
+from slipstream.conf.schema.rules import above, at_least, require
 
 ALL_ENGINES = ": rollout.num_workers is how many there are"
 DRAWN = If("rollout.eval.temperature!=0", ", which takes the likeliest token", REMOVE_ONE)
@@ -40,12 +40,12 @@ class SamplingConfig:
     """
 
     def __post_init__(self) -> None:
-        at_least(0, "rollout.sampling", temperature=self.temperature)
-        at_least(1, "rollout.sampling", max_tokens=self.max_tokens)
+        at_least(0, "rollout.sampling", self, "temperature")
+        at_least(1, "rollout.sampling", self, "max_tokens")
         require(all(self.stop), "rollout.sampling.stop has an empty text, which every response begins with; remove it")
         for token_id in self.stop_token_ids:
-            at_least(0, "rollout.sampling", stop_token_ids=token_id)
-        at_least_or_null(0, "rollout.sampling", seed=self.seed)
+            require(token_id >= 0, f"rollout.sampling.stop_token_ids must be >= 0, got {token_id}")
+        at_least(0, "rollout.sampling", self, "seed")
 
     @property
     def can_end_early(self) -> bool:
@@ -71,7 +71,7 @@ class EvalSamplingConfig:
     """
 
     def __post_init__(self) -> None:
-        at_least_or_null(0, "rollout.eval", temperature=self.temperature, seed=self.seed)
+        at_least(0, "rollout.eval", self, "temperature", "seed")
         require(0 < self.top_p <= 1, f"rollout.eval.top_p must lie in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"rollout.eval.top_k must be >= 0, got {self.top_k}; 0: all tokens")
 
@@ -110,9 +110,8 @@ class EpisodesConfig:
     """
 
     def __post_init__(self) -> None:
-        at_least(1, "rollout.episodes", max_turns=self.max_turns, num_processes=self.num_processes)
-        at_least_or_null(1, "rollout.episodes", max_tokens=self.max_tokens)
-        above(0, "rollout.episodes", timeout_s=self.timeout_s)
+        at_least(1, "rollout.episodes", self, "max_turns", "num_processes", "max_tokens")
+        above(0, "rollout.episodes", self, "timeout_s")
         require(
             re.fullmatch(r"[^/]+:[0-9]{1,5}", self.address) is not None and self.host_and_port[1] < 1 << 16,
             f"rollout.episodes.address must be HOST:PORT, such as 0.0.0.0:8100, got {self.address!r}",
@@ -208,14 +207,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         self._check_num_workers()
-        at_least(
-            1,
-            "rollout",
-            tp_size=self.tp_size,
-            workers_per_gpu=self.workers_per_gpu,
-            max_model_len=self.max_model_len,
-            max_concurrent_groups=self.max_concurrent_groups,
-        )
+        at_least(1, "rollout", self, "tp_size", "workers_per_gpu", "max_model_len")
+        at_least(1, "rollout", self, "max_concurrent_groups", "max_num_seqs")
         require(
             self.agent is None or all(self.agent.rpartition(":")),
             f"rollout.agent must be FILE.py:function, package.module:function or null, got {self.agent!r}",
@@ -230,13 +223,12 @@ class RolloutConfig:
             f"rollout.workers_per_gpu={self.workers_per_gpu} contradicts rollout.tp_size={self.tp_size}: engines that "
             "share a GPU have one rank each; set one of the two to 1",
         )
-        at_least_or_null(1, "rollout", max_num_seqs=self.max_num_seqs)
         require(
             self.max_num_seqs is None or self.max_num_batched_tokens >= self.max_num_seqs,
             "rollout.max_num_batched_tokens must be >= rollout.max_num_seqs: a step decodes a token of every request; "
             f"got {self.max_num_batched_tokens} and {self.max_num_seqs}",
         )
-        above(0, "rollout.sampling", temperature=self.sampling.temperature)
+        above(0, "rollout.sampling", self.sampling, "temperature")
         check_engine_options(self.engine_options)
         require(
             0 < self.gpu_memory_utilization < 1,
@@ -247,8 +239,8 @@ class RolloutConfig:
             f"rollout.kv_cache_bytes must be > 0 or null, got {self.kv_cache_bytes}",
         )
         check_notice(self.notice)
-        at_least(0, "rollout", max_restarts=self.max_restarts)
-        above(0, "rollout", request_timeout_s=self.request_timeout_s)
+        at_least(0, "rollout", self, "max_restarts")
+        above(0, "rollout", self, "request_timeout_s")
         require(
             self.sampling.max_tokens < self.max_model_len,
             "rollout.sampling.max_tokens must be < rollout.max_model_len to leave room for a prompt, got "
@@ -259,7 +251,7 @@ class RolloutConfig:
         """A number, or a range of numbers."""
         given = f"rollout.num_workers={self.num_workers}"
         if not self.is_range:
-            at_least(1, "rollout", num_workers=int(self.num_workers))
+            require(int(self.num_workers) >= 1, f"rollout.num_workers must be >= 1, got {self.num_workers}")
             return
         require(
             re.fullmatch(r"[0-9]{1,6}\.\.[0-9]{1,6}", str(self.num_workers)) is not None,

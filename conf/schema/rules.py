@@ -5,7 +5,8 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from enum import Enum
+from typing import Any, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from slipstream.conf.earlier import explain
 from slipstream.conf.errors import ConfigError
@@ -25,21 +26,19 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def at_least(minimum: float, section: str, **values: float) -> None:
-    """Refuse a value below `minimum`. Example: at_least(1, "trainer", num_ranks=self.num_ranks)."""
-    for name, value in values.items():
-        require(value >= minimum, f"{section}.{name} must be >= {minimum}, got {value}")
+def at_least(minimum: float, section: str, options: object, *names: str) -> None:
+    """Refuse an option below `minimum`; null is not. Example: at_least(1, "trainer", self, "num_ranks")."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            or_null = " or null" if type(None) in get_args(get_type_hints(type(options))[name]) else ""
+            raise ConfigError(f"{section}.{name} must be >= {minimum}{or_null}, got {value}")
 
 
-def at_least_or_null(minimum: float, section: str, **values: float | None) -> None:
-    """The same for options that may be null."""
-    for name, value in values.items():
-        require(value is None or value >= minimum, f"{section}.{name} must be >= {minimum} or null, got {value}")
-
-
-def above(bound: float, section: str, **values: float) -> None:
-    """Refuse a value that is `bound` or less, or infinite."""
-    for name, value in values.items():
+def above(bound: float, section: str, options: object, *names: str) -> None:
+    """Refuse an option that is `bound` or less, or infinite."""
+    for name in names:
+        value = getattr(options, name)
         require(value > bound, f"{section}.{name} must be > {bound}, got {value}")
         require(value < math.inf, f"{section}.{name} must be finite, got {value}")
 
@@ -63,7 +62,7 @@ def section_of(cls: type[Section], section: str, values: JsonMapping) -> Section
             require(isinstance(value, Mapping), f"{section}.{name} is a section; set its options one by one")
             value = section_of(cast("type[Any]", annotation), f"{section}.{name}", value)
         elif not _fits(annotation, value):
-            raise ConfigError(f"{section}.{name} must be {_in_words(annotation)}, got {value!r}")
+            raise ConfigError(f"{section}.{name} must be {with_article(type_label(annotation))}, got {value!r}")
         arguments[name] = tuple(value) if get_origin(annotation) is tuple else value
     return cls(**arguments)
 
@@ -80,11 +79,29 @@ def _fits(annotation: Any, value: Any) -> bool:
     return isinstance(value, (int, float) if annotation is float else annotation)
 
 
-def _in_words(annotation: Any) -> str:
+def is_enum(annotation: Any) -> TypeGuard[type[Enum]]:
+    """Whether the values of a type have names."""
+    return isinstance(annotation, type) and issubclass(annotation, Enum)
+
+
+def type_label(annotation: Any) -> str:
+    """A type in words for users: `integer`, `text or null`, `one of auto, tcp`."""
+    if is_enum(annotation):
+        return "one of " + ", ".join(member.name for member in annotation)
     if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(_in_words(one) for one in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return "a list of texts"
+        return " or ".join(type_label(part) for part in get_args(annotation))
     if get_origin(annotation) is dict:
-        return "a mapping"
-    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(annotation, "null")
+        return "mapping"
+    if get_origin(annotation) is tuple:
+        parts = get_args(annotation)
+        if parts[1:] == (...,):
+            return f"list of {type_label(parts[0])}s"
+        return f"list of {len(parts)} {type_label(parts[0])}s"
+    names = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}
+    return names.get(annotation, str(annotation))
+
+
+def with_article(label: str) -> str:
+    """Example: "an integer"."""
+    articles = {"integer": "an ", "number": "a ", "mapping": "a ", "list": "a "}
+    return articles.get(label.split(" ", 1)[0], "") + label

@@ -109,15 +109,7 @@ class RunSection:
                 f"run.resume={self.resume} is a URL: give run.checkpoint_dir={above}, too, where checkpoints go on",
             )
         require(bool(self.dir), "run.dir must be a folder, got nothing; the working directory is run.dir=.")
-        at_least(
-            0,
-            "run",
-            eval_every_steps=self.eval_every_steps,
-            seed=self.seed,
-            num_steps=self.num_steps,
-            checkpoint_every_steps=self.checkpoint_every_steps,
-            samples_per_step=self.samples_per_step,
-        )
+        at_least(0, "run", self, "eval_every_steps", "seed", "num_steps", "checkpoint_every_steps", "samples_per_step")
         for name in self.loggers:
             require(name in LOGGERS, f"run.loggers must be a list of {', '.join(LOGGERS)}, got {name!r}")
         require(len(set(self.loggers)) == len(self.loggers), f"run.loggers names one twice: {list(self.loggers)}")
@@ -127,7 +119,7 @@ class RunSection:
             f"run.project must be a name; for W&B PROJECT or TEAM/PROJECT; got {self.project!r}",
         )
         require(self.seed < 1 << 63, f"run.seed must be < 2**63, got {self.seed}")
-        at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)
+        at_least(1, "run", self, "keep_checkpoints", "eval_samples_per_prompt")
         require(math.isfinite(self.eval_right_from), f"run.eval_right_from must be finite, got {self.eval_right_from}")
 
     @property

@@ -9,7 +9,7 @@ from typing import ClassVar
 from slipstream.conf.schema.model import DType
 from slipstream.conf.schema.numerics import Match, NumericsConfig
 from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
-from slipstream.conf.schema.rules import above, at_least, at_least_or_null, divisors, require
+from slipstream.conf.schema.rules import above, at_least, divisors, require
 
 
 class TrainMode(StrEnum):
@@ -87,8 +87,8 @@ class LoraConfig:
             self.rank >= 1,
             f"trainer.lora.rank must be >= 1, got {self.rank}; choose trainer.mode=full to train without LoRA",
         )
-        at_least_or_null(1, "trainer.lora", attention_rank=self.attention_rank, expert_rank=self.expert_rank)
-        above(0, "trainer.lora", alpha=self.alpha)
+        at_least(1, "trainer.lora", self, "attention_rank", "expert_rank")
+        above(0, "trainer.lora", self, "alpha")
         require(
             bool(self.targets) and set(self.targets) <= set(LORA_TARGETS),
             f"trainer.lora.targets must be some of {', '.join(LORA_TARGETS)}, got {list(self.targets)}; "
@@ -174,14 +174,8 @@ class OptimConfig:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"trainer.optim.betas must be two numbers in [0, 1), got {list(self.betas)}",
         )
-        above(0, "trainer.optim", lr=self.lr)
-        at_least(
-            0,
-            "trainer.optim",
-            weight_decay=self.weight_decay,
-            warmup_steps=self.warmup_steps,
-            max_grad_norm=self.max_grad_norm,
-        )
+        above(0, "trainer.optim", self, "lr")
+        at_least(0, "trainer.optim", self, "weight_decay", "warmup_steps", "max_grad_norm")
         require(
             0 <= self.final_lr_fraction <= 1,
             f"trainer.optim.final_lr_fraction must lie in [0, 1], got {self.final_lr_fraction}",
@@ -266,15 +260,8 @@ class TrainerConfig:
     """
 
     def __post_init__(self) -> None:
-        at_least(0, "trainer", cuda_graph_tokens=self.cuda_graph_tokens, max_restarts=self.max_restarts)
-        at_least(
-            1,
-            "trainer",
-            num_ranks=self.num_ranks,
-            ep_size=self.ep_size,
-            cp_size=self.cp_size,
-            max_microbatch_tokens=self.max_microbatch_tokens,
-        )
+        at_least(0, "trainer", self, "cuda_graph_tokens", "max_restarts")
+        at_least(1, "trainer", self, "num_ranks", "ep_size", "cp_size", "max_microbatch_tokens")
         sizes = ", ".join(str(size) for size in divisors(self.num_ranks))
         for name, size in (("ep_size", self.ep_size), ("cp_size", self.cp_size)):
             require(

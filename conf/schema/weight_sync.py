@@ -154,8 +154,8 @@ class WeightSyncConfig:
             "weight_sync.pause_mode=keep_kv needs weight_sync.mode=merged: a slot's requests keep their version; set "
             "wait, keep or abort",
         )
-        above(0, "weight_sync", timeout_s=self.timeout_s)
-        at_least(0, "weight_sync", trace_every_steps=self.trace_every_steps)
+        above(0, "weight_sync", self, "timeout_s")
+        at_least(0, "weight_sync", self, "trace_every_steps")
 
     @property
     def requests_in_flight(self) -> PauseMode:
