@@ -5,9 +5,11 @@
     python bench/soak.py --shape 30b --quiet 8 --for 540   two GPUs: all of Qwen3-30B-A3B, ended after nine minutes
 
 Every ten seconds it adds up, over all processes of the run, memory (each shared page counted once), descriptors,
-threads and listening ports, and counts files in /dev/shm of this user. Writes bench/results/soak-NAME.json with
-samples, events and the checks of chaos_matrix.py, and draws soak-NAME.png beside it. An event takes processes away for
-a while: it prints the medians of the first fifth of the samples after the start, and of the last fifth.
+threads and listening ports, and counts files in /dev/shm of this user. `by_process` has, for all processes of a name,
+anonymous memory in MB and threads: pages of libraries, whose share falls and rises with other jobs' use, are not in it.
+Writes bench/results/soak-NAME.json with samples, events and the checks of chaos_matrix.py, and draws soak-NAME.png
+beside it. An event takes processes away for a while: it prints the medians of the first fifth of the samples after the
+start, and of the last fifth.
 
 `goodput` compares tokens trained a second, by the clock, from the last quiet step to the end with those of the quiet
 steps (--quiet, the first two left out); its losses by cause are the run's own figures. `returned` has, for each event,
@@ -20,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -40,7 +43,7 @@ from bench import recovery  # noqa: E402
 from bench.chaos_matrix import ALWAYS, MODULE, POLICY, RESULTS, checks_of  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.recovery_phases import SHARE, recovery_of  # noqa: E402
-from slipstream.orchestrator.chaos.victims import victims_of  # noqa: E402
+from slipstream.orchestrator.chaos.victims import Kind, victims_of  # noqa: E402
 from slipstream.orchestrator.control.control_folder import how_it_ended, is_alive  # noqa: E402
 from slipstream.orchestrator.files.goodput import goodput_of  # noqa: E402
 from slipstream.orchestrator.files.row_files import last_rows, read_rows  # noqa: E402
@@ -53,6 +56,8 @@ RECOVERY_S = 40.0
 STOP_S = 10.0
 STEADY_S, WINDOW_S = 20.0, 10.0
 FIGURES = ("memory_gb", "descriptors", "threads", "listening", "shm_files", "processes")
+PROGRAM = r"\w+::\w+|\w+/\w+(?=\.py\b)|multiprocessing\.\w+|(?<=-m )\S+"
+"""What tells processes of a command line apart: the name of an actor of Ray's, a file or a module."""
 SHAPES = {
     "cpu": [*POLICY, *ALWAYS],
     "30b": [
@@ -81,7 +86,7 @@ def main() -> None:
     run, folder, began = begin(arguments)
     harm: subprocess.Popen[bytes] | None = None
     ending: subprocess.Popen[bytes] | None = None
-    samples: list[dict[str, float]] = []
+    samples: list[dict[str, Any]] = []
     while run.poll() is None or is_running(harm) or is_alive(folder.resolve()):
         time.sleep(SAMPLE_EVERY_S if arguments.for_s is None else 1.0)
         at = time.time() - began
@@ -125,7 +130,7 @@ def begin_harm(arguments: argparse.Namespace, folder: Path, at: float) -> subpro
     return subprocess.Popen([*MODULE, "chaos", str(folder), arguments.victims, *series, *ways, *resume])
 
 
-def write(arguments: argparse.Namespace, folder: Path, began: float, samples: list[dict[str, float]]) -> dict[str, Any]:
+def write(arguments: argparse.Namespace, folder: Path, began: float, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Everything that is known, into the file of results."""
     events = read_rows(folder / "chaos.jsonl")
     result = {
@@ -134,7 +139,7 @@ def write(arguments: argparse.Namespace, folder: Path, began: float, samples: li
         "checks": checks_of(folder, is_policy=True), "goodput": goodput(folder, events),
         "returned": [
             returned(folder, event, then["time"], events[0]["step"])
-            for event, then in zip(events, [*events[1:], {"time": math.inf}], strict=True)
+            for event, then in zip(events, [*events[1:], {"time": math.inf}], strict=False)
         ],
         "starts": read_rows(folder / "startup.jsonl"), "events": events, "samples": samples,
     }  # fmt: skip
@@ -159,6 +164,10 @@ def show(result: Mapping[str, Any], began: float) -> None:
     for name in FIGURES:
         early, late = (statistics.median(one[name] for one in part) for part in (steady[:fifth], steady[-fifth:]))
         print(f"{name}: {early:.4g}, {late:.4g}")
+    for name in steady[0]["by_process"]:
+        rows = [one["by_process"].get(name, [0.0, 0.0]) for one in steady]
+        early, late = (map(statistics.median, zip(*part, strict=True)) for part in (rows[:fifth], rows[-fifth:]))
+        print("{}: {:.1f} MB and {:.0f} threads, {:.1f} MB and {:.0f}".format(name, *early, *late))
     with suppress(ImportError):
         out = file_of(result["arguments"]["name"]).with_suffix(".png")
         draw(samples, [event["time"] - began for event in result["events"]], out)
@@ -199,46 +208,62 @@ def returned(folder: Path, event: Mapping[str, Any], until: float, num_quiet: in
     return quick | {name: found.get(name) for name in names}
 
 
-def sample(folder: Path) -> dict[str, float]:
-    """All processes of the run together."""
+def sample(folder: Path) -> dict[str, Any]:
+    """All processes of the run together, and by name."""
     found: dict[str, float] = dict.fromkeys(FIGURES, 0.0)
-    for process in processes_of(folder):
-        with suppress(psutil.Error):
-            found["memory_gb"] += process.memory_full_info().pss / 1e9
+    by_process: dict[str, list[float]] = {}
+    for process, name in processes_of(folder).items():
+        with suppress(psutil.Error, OSError):
+            threads, rows = process.num_threads(), Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+            kb = {row.split()[0]: float(row.split()[1]) for row in rows[1:]}
+            found["memory_gb"] += kb["Pss:"] * 1024 / 1e9
             found["descriptors"] += process.num_fds()
-            found["threads"] += process.num_threads()
+            found["threads"] += threads
             found["listening"] += sum(one.status == psutil.CONN_LISTEN for one in process.net_connections("tcp"))
             found["processes"] += 1
+            anonymous, others = by_process.get(name, [0.0, 0.0])
+            by_process[name] = [round(anonymous + kb["Pss_Anon:"] * 1024 / 1e6, 1), others + threads]
     with suppress(OSError):
         found["shm_files"] = sum(one.stat().st_uid == os.geteuid() for one in Path("/dev/shm").iterdir())
-    return found
+    return {**found, "by_process": by_process}
 
 
-def processes_of(folder: Path) -> set[psutil.Process]:
-    """Also of a run whose command was killed: what holds a file of it open, and what descends from that."""
-    found: set[psutil.Process] = set()
+def processes_of(folder: Path) -> dict[psutil.Process, str]:
+    """Those of the run, and their names. Also of a run whose command was killed: what holds a file of it open, and what
+    descends from that.
+    """
+    found: dict[psutil.Process, str] = {}
     for victim in victims_of(RunFolder(folder)):
         for process in victim.processes:
             with suppress(psutil.Error):
-                found |= {process, *process.children(recursive=True)}
+                for one in (process, *process.children(recursive=True)):
+                    program = re.search(PROGRAM, " ".join(one.cmdline()))
+                    found.setdefault(one, program[0] if program else one.name())
+                if victim.kind is not Kind.node:
+                    found[process] = victim.kind
     return found
 
 
-def draw(samples: list[dict[str, float]], events: list[float], path: Path) -> None:
-    """One curve per figure, events as lines."""
+def draw(samples: list[dict[str, Any]], events: list[float], path: Path) -> None:
+    """One curve per figure, and one per name of processes; events as lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(len(FIGURES), 1, figsize=(9, 12), sharex=True)
+    figure, panels = pyplot.subplots(len(FIGURES) + 1, 1, figsize=(9, 15), sharex=True)
     minutes = [one["at"] / 60 for one in samples]
-    for panel, name in zip(panels, FIGURES, strict=True):
+    for panel, name in zip(panels, FIGURES, strict=False):
         panel.plot(minutes, [one[name] for one in samples], linewidth=1)
         panel.set_ylabel(name)
         panel.set_ylim(0, 1.1 * max(one[name] for one in samples) or 1)
         for at in events:
             panel.axvline(at / 60, color="tab:red", alpha=0.25, linewidth=0.8)
+    for name in samples[len(samples) // 2]["by_process"]:
+        memory = [one["by_process"].get(name, [math.nan])[0] for one in samples]
+        panels[-1].plot(minutes, memory, linewidth=1, label=name)
+    panels[-1].set_ylabel("anonymous MB")
+    panels[-1].legend(fontsize=5, ncols=3)
     panels[-1].set_xlabel("minutes")
     figure.tight_layout()
     figure.savefig(path, dpi=90)
