@@ -208,7 +208,7 @@ def cut_layout(
     runs = _runs(layout, holders, wanted, who)
     runs = runs.take(np.lexsort((runs.offset, runs.param)))
     limit = (max_task_bytes // sizes)[runs.param]
-    shared = np.minimum(limit, np.maximum(1, max_shared_bytes // sizes)[runs.param])
+    shared = np.minimum(limit, (max_shared_bytes // sizes)[runs.param])
     limit = np.where(holders.set_sizes[runs.holders] > 1, shared, limit)
     runs, limit = _cut_by_rows(runs, limit)
     return _merge(runs, limit, holders, facts)

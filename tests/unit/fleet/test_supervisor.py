@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 from fakes.clock import on_jumping_clock
-from fakes.fleet import serve, supervised
+from fakes.fleet import serve, supervised, until
 from fakes.loop import outcome
 
 from slipstream.fleet.errors import NoReplicasLeft
@@ -27,6 +27,18 @@ async def test_replica_once_out_stays_out() -> None:
         ReplicaState.out,
         ReplicaState.serving,
     ]
+
+
+async def test_whoever_waits_for_a_worker_hears_that_the_last_one_failed() -> None:
+    supervisor, _ = supervised(1)
+    await serve(supervisor)
+    await supervisor.hold()
+    waiting = asyncio.create_task(supervisor.roster.least_loaded())
+    await asyncio.sleep(0)
+    await supervisor.fail(supervisor.roster.replicas["rollout-0"], "it died")
+    await until(waiting.done)
+    with pytest.raises(NoReplicasLeft, match="it died"):
+        await waiting
 
 
 async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: pytest.LogCaptureFixture) -> None:

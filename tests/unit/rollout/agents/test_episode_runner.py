@@ -303,6 +303,27 @@ async def test_a_request_that_its_agent_gave_up_is_sampled_no_further(
     assert (diary, episode.reward) == (["asked", "asked", "given up", "asked"], 0.5)
 
 
+async def test_a_group_that_is_given_up_ends_at_its_agents_and_is_sampled_no_further(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    asked, given_up = asyncio.Event(), asyncio.Event()
+
+    async def hang(prompt: Prompt, sampling: SamplingConfig) -> Rollout:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+        raise AssertionError("it hangs")
+
+    async with running(config("behave"), tmp_path) as (runner, _):
+        runner.sample_with(hang)
+        group = asyncio.create_task(play(runner, ""))
+        await asked.wait()
+        group.cancel()
+        await asyncio.wait_for(given_up.wait(), 60)
+
+
 async def test_an_agent_process_that_is_lost_is_replaced_and_a_lost_service_ends_its_group(
     config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
