@@ -3,10 +3,12 @@ leaves anything behind. And what another user of the machine gets from a run tha
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +96,8 @@ class EndedInAPublish:
     last_row: dict[str, Any]
     attempts: dict[str, int | str]
     """What came of another user's; nothing where this user cannot become another one."""
+    kept_calls: list[dict[str, Any]]
+    """What Ray's page lists of calls of actors, after two steps."""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +117,7 @@ def ended_in_a_publish() -> EndedInAPublish:
             closed.touch()
             run.wait_for(waits.exists)
             attempts = attempts_beside(run.said, run.folder) if os.geteuid() == 0 else {}
+            kept_calls = listed_calls(run.said)
             server = run.worker("rollout-0").parent()
             host = psutil.Process(server.ppid() if server else None)
             assert "slipstream.orchestrator.cluster.ray_host" in host.cmdline(), "the fork server was begun before Ray"
@@ -127,10 +132,20 @@ def ended_in_a_publish() -> EndedInAPublish:
             exit_code = run.exit_code()
         checkpoints = [path.name for path in (run.folder / "checkpoints").iterdir()]
         ended = EndedInAPublish(
-            exit_code, run.folder.resolve(), checkpoints, run.said, log_when_told, run.log, run.rows[-1], attempts
-        )
+            exit_code, run.folder.resolve(), checkpoints, run.said, log_when_told, run.log, run.rows[-1], attempts,
+            kept_calls,
+        )  # fmt: skip
         assert not attempts or (tmp / "slipstream-planted").is_dir(), "another user's folder is not the run's to remove"
     return ended
+
+
+def listed_calls(said: str) -> list[dict[str, Any]]:
+    """Args: `said`, what the run's terminal shows."""
+    ((port, token),) = re.findall(r"Ray dashboard: http://127.0.0.1:(\d+) asks for the token in (\S+)", said)
+    headers = {"authorization": f"Bearer {Path(token).read_text()}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/api/v0/tasks", headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["data"]["result"]["result"]
 
 
 def test_a_batch_system_ends_a_run_in_a_publish(ended_in_a_publish: EndedInAPublish) -> None:
@@ -144,6 +159,10 @@ def test_a_batch_system_ends_a_run_in_a_publish(ended_in_a_publish: EndedInAPubl
     assert ended.checkpoints == [f"step-{version:0>6}"]
     assert f"Go on from step {version}: slipstream resume {ended.folder}" in ended.said
     assert re.search(r"Ray dashboard: http://127.0.0.1:\d+ asks for the token in \S+ \(8265 is taken\)", ended.said)
+
+
+def test_ray_keeps_no_list_of_calls_which_would_grow_with_every_step(ended_in_a_publish: EndedInAPublish) -> None:
+    assert ended_in_a_publish.kept_calls == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, which is what this tests")
