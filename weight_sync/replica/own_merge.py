@@ -131,10 +131,8 @@ class OwnMerge:
         (load, merge), (a, b) = run.bands[0], run.factors
         rows, columns = load.region.shape
         rank, whole_columns = merge.a.shape
-        whole = self._params[load.param].view(-1)
-        live_GRN = whole.as_strided(
-            (len(run.bands), rows, columns), (run.distance, *load.stride), whole.storage_offset() + load.offset
-        )
+        from_load = self._params[load.param].view(-1)[load.offset :]
+        live_GRN = from_load.as_strided((len(run.bands), rows, columns), (run.distance, *load.stride))
         operands = MergeOperands(
             live_GRN,
             self.factors[b].view(-1, rows, rank),
@@ -167,4 +165,4 @@ def _like(param: Tensor, *, on_device: bool) -> Tensor:
 def _view(whole: Tensor, load: Load) -> Tensor:
     """A load's part of a parameter, or of its base, as the destination walks it."""
     shape = [load.region.shape[axis] for axis in load.axes]
-    return whole.view(-1).as_strided(shape, load.stride, whole.storage_offset() + load.offset)
+    return whole.view(-1)[load.offset :].as_strided(shape, load.stride)
