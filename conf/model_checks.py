@@ -34,8 +34,6 @@ CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
 MAX_EXPERT_SLOT_RANK = 128
 """Rank of the largest slots whose experts vLLM has a kernel for (0.25.1, `fused_moe_lora_op.py`, an assertion)."""
-CPU_ENGINE_LINEAR = 128
-"""Width of the heads of linear attention for which a run on a CPU was tried; vLLM's kernel refuses 32."""
 CPU_ENGINE_LATENT = (512, 64)
 """kv_lora_rank and qk_rope_head_dim of vLLM's CPU kernel of latent attention (vLLM 0.32, `mla_decode.cpp`)."""
 
@@ -120,11 +118,10 @@ def check_slots_have_names(config: RunConfig, hf_config: HfConfig) -> None:
             f"weight_sync.mode=adapter: engines give values of {kind} the weights of keys, and no adapter; set "
             "trainer.lora.targets without attention, or weight_sync.mode=merged"
         )
-    is_latent = hf_config.get("kv_lora_rank") is not None
-    if lora.attention and (is_latent or family.has_linear_attention):
+    if lora.attention and family.other_attention is not None:
         raise ConfigError(
-            f"weight_sync.mode=adapter: the {'latent' if is_latent else 'linear'} attention of model_type={kind} has "
-            "no slots for adapters in an engine; set trainer.lora.targets without attention, or weight_sync.mode=merged"
+            f"weight_sync.mode=adapter: the {family.other_attention.kind} attention of model_type={kind} has no slots "
+            "for adapters in an engine; set trainer.lora.targets without attention, or weight_sync.mode=merged"
         )
 
 
@@ -234,8 +231,8 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: HfConfig) -> None:
 
 
 def check_cpu_engine_has_kernels(config: RunConfig, hf_config: HfConfig) -> None:
-    """The CPU engine lacks parts of some families, and its linear attention takes bfloat16 and one width of heads (vLLM
-    0.32, `gdn_attention.py`, assertions)."""
+    """The CPU engine lacks parts of some families, and computes some attentions in one format and for one width of
+    heads."""
     if config.cluster.device is not Device.cpu:
         return
     if (lack := family_of(hf_config).lacks_on_cpu) is not None:
@@ -243,17 +240,18 @@ def check_cpu_engine_has_kernels(config: RunConfig, hf_config: HfConfig) -> None
             f"the CPU engine does not serve model_type={kind_of(hf_config)}: {lack}; choose another model, or "
             "cluster.device=cuda"
         )
-    if not family_of(hf_config).has_linear_attention:
+    attention = family_of(hf_config).other_attention
+    if attention is None:
         return
-    if config.model.dtype is not DType.bfloat16:
+    if attention.cpu_dtype not in (config.model.dtype, None):
         raise ConfigError(
-            f"model.dtype={config.model.dtype}: the CPU engine's linear attention computes in bfloat16 alone; set "
-            "model.dtype=bfloat16, or cluster.device=cuda"
+            f"model.dtype={config.model.dtype}: the CPU engine's {attention.kind} attention computes in "
+            f"{attention.cpu_dtype} alone; set model.dtype={attention.cpu_dtype}, or cluster.device=cuda"
         )
-    for key in ("linear_key_head_dim", "linear_value_head_dim"):
-        if (width := hf_config.get(key, CPU_ENGINE_LINEAR)) != CPU_ENGINE_LINEAR:
+    for key, only in attention.cpu_widths:
+        if (width := hf_config.get(key, only)) != only:
             raise ConfigError(
-                f"the CPU engine's linear attention is made for heads of {CPU_ENGINE_LINEAR}, and {key} is {width}; "
+                f"the CPU engine's {attention.kind} attention is made for heads of {only}, and {key} is {width}; "
                 "choose another model, or cluster.device=cuda"
             )
 

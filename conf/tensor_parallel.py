@@ -83,7 +83,7 @@ def tp_problem(tp_size: int, hf_config: HfConfig, *, is_expert_parallel: bool) -
             return f"does not divide the model's {kv_heads} key/value heads"
         if tp_size % kv_heads:
             return f"neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
-    widths = [*_linear_heads(hf_config, tp_size)]
+    widths = [*_other_heads(hf_config, tp_size)]
     widths += _feed_forwards(hf_config, tp_size, is_expert_parallel=is_expert_parallel)
     for width in widths:
         if width.size % width.num_parts:
@@ -150,11 +150,11 @@ def has_shared_experts(hf_config: HfConfig) -> bool:
     return bool(hf_config.get("n_shared_experts") or hf_config.get("shared_expert_intermediate_size"))
 
 
-def _linear_heads(hf_config: HfConfig, tp_size: int) -> Iterator[Width]:
-    if family_of(hf_config).has_linear_attention:
-        for key in ("linear_num_key_heads", "linear_num_value_heads"):
+def _other_heads(hf_config: HfConfig, tp_size: int) -> Iterator[Width]:
+    if (attention := family_of(hf_config).other_attention) is not None:
+        for key in attention.divided:
             if (count := _size(hf_config, key)) is not None:
-                yield Width(f"the linear attention's {key}={count}", count, tp_size, ())
+                yield Width(f"the {attention.kind} attention's {key}={count}", count, tp_size, ())
 
 
 def _feed_forwards(hf_config: HfConfig, tp_size: int, *, is_expert_parallel: bool) -> Iterator[Width]:

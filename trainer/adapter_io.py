@@ -55,7 +55,7 @@ MAX_FILE_BYTES = 4 << 30
 _EXPERT_MODULES = {"gate_up": ".base_layer", "down": ""}
 
 # PEFT matches the end of a module's name with these.
-_ATTENTION, _EXPERTS = r"(self_attn|linear_attn)\.\w+", r"experts(\.\w+)?"
+_ATTENTION, _EXPERTS = r"\w+_attn\.\w+", r"experts(\.\w+)?"
 
 # In a model type that has experts, PEFT reads these target_modules as the experts of transformers 4 and rewrites
 # them. So the dense feed-forwards of such a model are listed as parameters, which PEFT leaves alone; the tensors have

@@ -24,9 +24,9 @@ NUM_WARPS, NOTES = 4, 512
 BLOCK = 128
 """Records of a tile that are read at once: in most, all of them."""
 MAX_ROWS = 65535
-"""Of a launch: what CUDA takes for a grid's second dim."""
+"""CUDA takes at most so many rows in one launch, as the grid's second dim."""
 ALIGNMENT = 16
-"""Of a sender's values and marks, in bytes: without it every byte is loaded on its own."""
+"""A sender's values and marks begin at multiples of so many bytes; otherwise every byte would be loaded on its own."""
 
 
 @triton.jit

@@ -1,7 +1,18 @@
-"""What an attention and its rotation are built from. Pure data, no torch."""
+"""What an attention is built from: one class per kind, which says all that is known of it without torch. Pure data.
 
-import math
+    GqaSpec       grouped queries                       trainer/model/attention.py
+    MlaSpec       latent, perhaps with an indexer       trainer/model/attention.py, indexer.py
+    DeltaNetSpec  linear (delta_net_spec.py)            trainer/model/attention/delta_net.py
+
+Owns the names and shapes of its parameters. Does not own where in a checkpoint it lies (ModelSpec).
+"""
+
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
+
+from slipstream.conf.architecture.rope_spec import RopeSpec
+from slipstream.conf.architecture.tensors import DTYPE_BYTES, Parameter, Parameters, Start, below, norm_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,95 +26,60 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071), with DeepSeek's two mscale factors."""
+class AttentionSpec:
+    """One kind of attention. Layers that are alike share one."""
 
-    factor: float
-    original_max_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    """Multiplies cos and sin; None: from the other fields."""
-    truncate: bool = True
-    """Round the ends of the ramp to whole dims."""
+    name: ClassVar[str] = "self_attn"
+    """Its module in a layer, in the checkpoint and in the trainer; every kind's ends with _attn."""
+    uncaptured: ClassVar[str | None] = None
+    """Why CUDA graphs of the trainer leave it out; None: they do not."""
+    unquantized: ClassVar[str | None] = None
+    """Why checkpoints with it are not read quantized; None: they are."""
 
-    def mscale_of(self, mscale: float = 1.0) -> float:
-        """0.1 * mscale * ln(factor) + 1."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+    rope: RopeSpec
+    """The rotation of its heads, if they turn."""
 
     @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self.mscale_of(self.mscale) / self.mscale_of(self.mscale_all_dim)
-        return self.mscale_of()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1: slow dims are divided by `factor`, fast ones stay, with a ramp between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    def unshared(self) -> str | None:
+        """What of it ranks that share the tokens of a sequence (trainer.cp_size) cannot compute; None: nothing."""
+        return None
 
     @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
+    def longest_captured(self) -> int | None:
+        """Tokens of the longest sequence that CUDA graphs of the trainer serve; None: of any."""
+        return None
+
+    @abstractmethod
+    def linears(self, hidden: int) -> tuple[LinearShape, ...]:
+        """Every projection, in checkpoint order."""
+
+    @abstractmethod
+    def others(self, hidden: int) -> Parameters:
+        """Every other parameter."""
+
+    @abstractmethod
+    def cached_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
+        """What a layer on one rank of an engine keeps of one sequence.
+
+        Args:
+            num_tokens: Prompt and response.
+            dtype: Format of the activations, named as in DTYPE_BYTES.
+            tp_size: Ranks of the engine.
+        """
+
+    def parameters(self, hidden: int) -> Parameters:
+        """All of them, in checkpoint order."""
+        parameters: Parameters = {}
+        for linear in self.linears(hidden):
+            parameters[f"{linear.name}.weight"] = Parameter((linear.out_features, linear.in_features))
+            if linear.bias:
+                parameters[f"{linear.name}.bias"] = Parameter((linear.out_features,), start=Start.zeros)
+        return parameters | self.others(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearScaling:
-    """Every position is divided by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595)."""
-
-    factor: float
-
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProportionalScaling:
-    """Gemma 4: pairs are those of the whole head, the first ones turn and the others stand still."""
-
-    share: float
-    """The part of the pairs that turns."""
-
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
-
-
-RopeScaling = YarnScaling | Llama3Scaling | LinearScaling | ProportionalScaling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary embedding: which dims turn, how fast, and how they pair."""
-
-    dim: int
-    """Dims of a head that turn; the first ones where the head has more."""
-    theta: float
-    interleaved: bool = False
-    """Dims 2i and 2i + 1 make a pair (DeepSeek); else dims i and i + dim / 2."""
-    scaling: RopeScaling | None = None
-    is_wide: bool = False
-    """vLLM keeps cosines and sines in float32; one with torch.compile fuses the cast away, so that they are never
-    rounded (gpt-oss)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GqaSpec:
-    """Grouped-query attention."""
+class GqaSpec(AttentionSpec):
+    """Grouped-query attention, or a layer of it: layers may differ in their windows."""
 
     num_heads: int
     num_kv_heads: int
@@ -126,12 +102,14 @@ class GqaSpec:
     """Every head has a logit of its own in the softmax that attends to nothing: the parameter `sinks`."""
     score_dim: int | None = None
     """Scores are divided by the square root of this; None: of head_dim."""
-    windows: tuple[int | None, ...] = ()
-    """One entry per layer: a query sees this many keys, itself among them; None, or no entries: all before it."""
+    norms_add_one: bool = False
+    """Norms of heads multiply by 1 + weight."""
+    window: int | None = None
+    """A query sees this many keys, itself among them; None: all before it."""
 
-    def window(self, layer: int) -> int | None:
-        """Sliding window of a layer."""
-        return self.windows[layer] if self.windows else None
+    @property
+    def unshared(self) -> str | None:
+        return "attention sinks" if self.sinks else None
 
     @property
     def qk_head_dim(self) -> int:
@@ -139,16 +117,21 @@ class GqaSpec:
         return self.head_dim
 
     @property
+    def v_head_dim(self) -> int:
+        """Elements of a value head."""
+        return self.head_dim
+
+    @property
     def softmax_scale(self) -> float:
         """Factor of q . k."""
         return (self.score_dim or self.head_dim) ** -0.5
 
-    def cached_elements(self, tp_size: int) -> int:
-        """Elements that a layer on one rank of an engine caches per token: keys and values of at least one head."""
-        return 2 * max(1, self.num_kv_heads // tp_size) * self.head_dim
+    def cached_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
+        """Keys and values of at least one head; with a window, of at most its tokens."""
+        heads = max(1, self.num_kv_heads // tp_size)
+        return min(num_tokens, self.window or num_tokens) * 2 * heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def linears(self, hidden: int) -> tuple[LinearShape, ...]:
-        """Every projection, in checkpoint order."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         values = () if self.keys_are_values else (LinearShape("v_proj", kv_size, hidden, self.qkv_bias),)
         return (
@@ -158,75 +141,19 @@ class GqaSpec:
             LinearShape("o_proj", hidden, q_size, self.output_bias),
         )
 
-    def vectors(self) -> dict[str, int]:
-        """Other parameters: name -> size."""
-        sinks = {"sinks": self.num_heads} if self.sinks else {}
+    def others(self, hidden: int) -> Parameters:
+        sinks = {"sinks": Parameter((self.num_heads,))} if self.sinks else {}
         if not self.qk_norm:
             return sinks
-        q_heads, kv_heads = (self.num_heads, self.num_kv_heads) if self.norms_all_heads else (1, 1)
-        return sinks | {"q_norm.weight": q_heads * self.head_dim, "k_norm.weight": kv_heads * self.head_dim}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNetSpec:
-    """Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464): linear attention with a state per head."""
-
-    num_key_heads: int
-    num_value_heads: int
-    """A multiple of num_key_heads: value heads share keys and queries in groups."""
-    key_head_dim: int
-    value_head_dim: int
-    conv_width: int
-    """Tokens, itself among them, that the convolution over q, k and v sees."""
-    layers: tuple[bool, ...]
-    """One entry per decoder layer: True where it has this attention."""
-    has_fused_inputs: bool = True
-    """One projection gives q, k, v and z of each key head, another b and a (Qwen3-Next); else q, k and v, z, b, and a
-    come from four (Qwen3.5)."""
-
-    @property
-    def key_size(self) -> int:
-        """Elements of all key heads."""
-        return self.num_key_heads * self.key_head_dim
-
-    @property
-    def value_size(self) -> int:
-        """Elements of all value heads."""
-        return self.num_value_heads * self.value_head_dim
-
-    @property
-    def group(self) -> int:
-        """Value heads of a key head."""
-        return self.num_value_heads // self.num_key_heads
-
-    @property
-    def conv_size(self) -> int:
-        """Channels of the convolution."""
-        return 2 * self.key_size + self.value_size
-
-    def state_elements(self, tp_size: int) -> int:
-        """Elements that a layer on one rank of an engine keeps per sequence: state and convolution inputs."""
-        state = self.num_value_heads * self.key_head_dim * self.value_head_dim
-        return (state + (self.conv_width - 1) * self.conv_size) // tp_size
-
-    def linears(self, hidden: int) -> tuple[LinearShape, ...]:
-        """Every projection, in checkpoint order: first those of the layer's input."""
-        if self.has_fused_inputs:
-            sizes = {"qkvz": self.conv_size + self.value_size, "ba": 2 * self.num_value_heads}
-        else:
-            heads = self.num_value_heads
-            sizes = {"qkv": self.conv_size, "z": self.value_size, "b": heads, "a": heads}
-        inputs = (LinearShape(f"in_proj_{name}", size, hidden) for name, size in sizes.items())
-        return (*inputs, LinearShape("out_proj", hidden, self.value_size))
-
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """Other parameters: name -> shape."""
-        return {
-            "conv1d.weight": (self.conv_size, 1, self.conv_width),
-            "dt_bias": (self.num_value_heads,),
-            "A_log": (self.num_value_heads,),
-            "norm.weight": (self.value_head_dim,),
+        sizes = (self.num_heads, self.num_kv_heads) if self.norms_all_heads else (1, 1)
+        return sinks | {
+            f"{name}_norm.weight": norm_weight(heads * self.head_dim, adds_one=self.norms_add_one)
+            for name, heads in zip("qk", sizes, strict=True)
         }
+
+
+INDEXER = "indexer"
+"""What chooses keys, in an attention, in the checkpoint and in the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,14 +168,14 @@ class IndexerSpec:
     interleaved: bool
     """As RopeSpec.interleaved, of the first dims of its heads, which turn as the attention's."""
 
-    def shapes(self, hidden: int, q_lora_rank: int) -> dict[str, tuple[int, ...]]:
-        """Every parameter below its module, in checkpoint order."""
+    def parameters(self, hidden: int, q_lora_rank: int) -> Parameters:
+        """Every parameter below its module, in checkpoint order. The norm is float32, as engines hold it."""
         return {
-            "wq_b.weight": (self.num_heads * self.head_dim, q_lora_rank),
-            "wk.weight": (self.head_dim, hidden),
-            "k_norm.weight": (self.head_dim,),
-            "k_norm.bias": (self.head_dim,),
-            "weights_proj.weight": (self.num_heads, hidden),
+            "wq_b.weight": Parameter((self.num_heads * self.head_dim, q_lora_rank)),
+            "wk.weight": Parameter((self.head_dim, hidden)),
+            "k_norm.weight": Parameter((self.head_dim,), "float32", Start.ones),
+            "k_norm.bias": Parameter((self.head_dim,), "float32", Start.zeros),
+            "weights_proj.weight": Parameter((self.num_heads, hidden)),
         }
 
     @property
@@ -258,7 +185,7 @@ class IndexerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlaSpec:
+class MlaSpec(AttentionSpec):
     """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): low-rank q, k and v."""
 
     num_heads: int
@@ -277,17 +204,32 @@ class MlaSpec:
     indexer: IndexerSpec | None = None
     """None: a query sees every key before it."""
 
+    sinks: ClassVar[bool] = False
+
+    @property
+    def unshared(self) -> str | None:
+        return "an indexer that chooses keys" if self.indexer is not None else None
+
+    @property
+    def longest_captured(self) -> int | None:
+        return None if self.indexer is None else self.indexer.top_k
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every query head has keys of its own."""
+        return self.num_heads
+
     @property
     def qk_head_dim(self) -> int:
         """Elements of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
-    def cached_elements(self, tp_size: int) -> int:
-        """Elements that a layer on one rank of an engine caches per token: latent and turned dims, on every rank."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+    def cached_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
+        """The latent and the dims that turn, on every rank; and what the indexer keeps."""
+        latent = (self.kv_lora_rank + self.qk_rope_head_dim) * DTYPE_BYTES[dtype]
+        return num_tokens * (latent + (0 if self.indexer is None else self.indexer.cached_bytes))
 
     def linears(self, hidden: int) -> tuple[LinearShape, ...]:
-        """Every projection, in checkpoint order."""
         q_size, kv_size = self.num_heads * self.qk_head_dim, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         if self.q_lora_rank is None:
             queries = (LinearShape("q_proj", q_size, hidden),)
@@ -303,7 +245,10 @@ class MlaSpec:
             LinearShape("o_proj", hidden, self.num_heads * self.v_head_dim, self.bias),
         )
 
-    def vectors(self) -> dict[str, int]:
-        """Other parameters: name -> size."""
-        queries = {} if self.q_lora_rank is None else {"q_a_layernorm.weight": self.q_lora_rank}
-        return queries | {"kv_a_layernorm.weight": self.kv_lora_rank}
+    def others(self, hidden: int) -> Parameters:
+        latents = {"q_a_layernorm": self.q_lora_rank, "kv_a_layernorm": self.kv_lora_rank}
+        norms = {f"{name}.weight": norm_weight(size) for name, size in latents.items() if size is not None}
+        if self.indexer is None:
+            return norms
+        assert self.q_lora_rank is not None, "deepseek_like.py checks it"
+        return norms | below(INDEXER, self.indexer.parameters(hidden, self.q_lora_rank))

@@ -6,14 +6,8 @@ Every reader names the field in its error, what it got and what it takes.
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slipstream.conf.architecture.attention_spec import (
-    GqaSpec,
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    RopeSpec,
-    YarnScaling,
-)
+from slipstream.conf.architecture.attention_spec import AttentionSpec, GqaSpec
+from slipstream.conf.architecture.rope_spec import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 
@@ -39,7 +33,6 @@ def common_fields(
         "hf_architecture": architecture,
         "vocab_size": size(config, "vocab_size"),
         "hidden_size": size(config, "hidden_size"),
-        "num_layers": size(config, "num_hidden_layers"),
         "intermediate_size": size(config, width),
         "rms_norm_eps": number(config, "rms_norm_eps", rms_norm_eps),
         "tie_embeddings": bool(config.get("tie_word_embeddings", is_tied)),
@@ -47,7 +40,14 @@ def common_fields(
 
 
 def grouped_queries(
-    config: JsonObject, head_dim: int, *, qkv_bias: bool, output_bias: bool, qk_norm: bool, needs_kv_heads: bool = True
+    config: JsonObject,
+    head_dim: int,
+    rope: RopeSpec,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: bool = False,
+    needs_kv_heads: bool = True,
 ) -> GqaSpec:
     """Attention with fewer keys than queries; `needs_kv_heads` unless transformers' default is that there are as many
     (elsewhere it is a number, which fits one model)."""
@@ -60,6 +60,7 @@ def grouped_queries(
             f"model.hf_config.num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
         )
     return GqaSpec(
+        rope=rope,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -67,6 +68,11 @@ def grouped_queries(
         output_bias=output_bias,
         qk_norm=qk_norm,
     )
+
+
+def in_all_layers(config: JsonObject, attention: AttentionSpec) -> tuple[AttentionSpec, ...]:
+    """ModelSpec.attentions of a model whose layers are alike in them."""
+    return (attention,) * size(config, "num_hidden_layers")
 
 
 def expert_sizes(

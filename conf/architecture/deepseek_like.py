@@ -5,7 +5,7 @@ Owns the reading of their configs. Does not own the list of families (families.p
 
 from dataclasses import replace
 
-from slipstream.conf.architecture.attention_spec import IndexerSpec, Llama3Scaling, MlaSpec, RopeSpec, YarnScaling
+from slipstream.conf.architecture.attention_spec import IndexerSpec, MlaSpec
 from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
@@ -13,6 +13,7 @@ from slipstream.conf.architecture.config_fields import (
     first_dense_layers,
     grouped_queries,
     hidden_per_head,
+    in_all_layers,
     num_mtp_layers,
     number,
     refuse,
@@ -21,7 +22,10 @@ from slipstream.conf.architecture.config_fields import (
     rope_spec,
     size,
 )
-from slipstream.conf.architecture.model_spec import ModelSpec, MoeSpec, RouterScore
+from slipstream.conf.architecture.family import EngineAttention, Family
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
+from slipstream.conf.architecture.rope_spec import Llama3Scaling, RopeSpec, YarnScaling
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import MlaNormEps
@@ -41,8 +45,7 @@ def deepseek_v3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     refuse(config, "index_topk", (None,))
     return ModelSpec(
         **common,
-        attention=_latent_attention(config, rope, _latent_eps(common, mla_norm_eps)),
-        rope=rope,
+        attentions=in_all_layers(config, _latent_attention(config, rope, _latent_eps(common, mla_norm_eps))),
         moe=sigmoid_moe(config, engine_rounds_logits=config.get("moe_router_dtype") != "float32"),
         num_mtp_layers=num_mtp_layers(config),
     )
@@ -99,8 +102,7 @@ def _with_indexer(
     attention = _latent_attention(config, rope, eps, kind="indexed_attention")
     return ModelSpec(
         **common,
-        attention=replace(attention, indexer=indexer),
-        rope=rope,
+        attentions=in_all_layers(config, replace(attention, indexer=indexer)),
         moe=sigmoid_moe(config, engine_rounds_logits=engine_rounds_logits),
         num_mtp_layers=num_mtp_layers(config),
     )
@@ -140,8 +142,7 @@ def glm4_moe_lite(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     refuse(config, "index_topk", (None,))
     return ModelSpec(
         **common,
-        attention=_latent_attention(config, rope, _latent_eps(common, mla_norm_eps)),
-        rope=rope,
+        attentions=in_all_layers(config, _latent_attention(config, rope, _latent_eps(common, mla_norm_eps))),
         moe=sigmoid_moe(config, engine_rounds_logits=False, scaling_factor=1.8, num_shared=1),
         num_mtp_layers=num_mtp_layers(config),
     )
@@ -170,6 +171,7 @@ def _latent_attention(config: JsonObject, rope: RopeSpec, norm_eps: float, kind:
         _check_engine_scales_alike(rope.scaling)
         scale *= rope.scaling.mscale_of(rope.scaling.mscale_all_dim or 0.0) ** 2
     return MlaSpec(
+        rope=rope,
         num_heads=heads,
         q_lora_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
         kv_lora_rank=size(config, "kv_lora_rank"),
@@ -203,14 +205,13 @@ def glm4_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     attention = grouped_queries(
         config,
         head_dim,
+        rope_spec(config, head_dim, partial=0.5),
         qkv_bias=bool(config.get("attention_bias", False)),
-        output_bias=False,
         qk_norm=bool(config.get("use_qk_norm", False)),
     )
     return ModelSpec(
         **common_fields(config, "Glm4MoeForCausalLM", rms_norm_eps=1e-5),
-        attention=attention,
-        rope=rope_spec(config, head_dim, partial=0.5),
+        attentions=in_all_layers(config, attention),
         moe=sigmoid_moe(config, engine_rounds_logits=False),
         num_mtp_layers=num_mtp_layers(config),
     )
@@ -251,3 +252,17 @@ def sigmoid_moe(
         scaling_factor=number(config, "routed_scaling_factor", scaling_factor),
         shared_intermediate_size=(config.get("n_shared_experts", num_shared) or 0) * experts["intermediate_size"],
     )
+
+
+_LATENT = EngineAttention("latent")
+_NO_SPARSE = "it has no attention to keys that an indexer chooses (vLLM 0.32, `cpu.py`)"
+
+FAMILIES = {
+    "deepseek_v3": Family(deepseek_v3, other_attention=_LATENT),
+    "deepseek_v32": Family(deepseek_v32, other_attention=_LATENT, needs_deep_gemm=True, lacks_on_cpu=_NO_SPARSE),
+    "glm4_moe": Family(glm4_moe),
+    "glm4_moe_lite": Family(glm4_moe_lite, other_attention=_LATENT),
+    "glm_moe_dsa": Family(glm_moe_dsa, other_attention=_LATENT, needs_deep_gemm=True, lacks_on_cpu=_NO_SPARSE),
+    "kimi_k2": Family(deepseek_v3, wrapper="kimi_k25", left_out={"tie_word_embeddings": True}, other_attention=_LATENT),
+}
+"""By model_type."""

@@ -10,13 +10,13 @@ from typing import Any
 
 from slipstream.conf.architecture import deepseek_like, gemma, llama_like
 from slipstream.conf.architecture.activation import ExpertActivation
-from slipstream.conf.architecture.attention_spec import YarnScaling
 from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
     count,
     expert_sizes,
     grouped_queries,
+    in_all_layers,
     number,
     refuse,
     refuse_windows,
@@ -24,8 +24,10 @@ from slipstream.conf.architecture.config_fields import (
     size,
 )
 from slipstream.conf.architecture.family import Family
-from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames, ModelSpec, MoeSpec, RouterScore
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.moe_spec import CORRECTION_BIAS, CheckpointNames, MoeSpec, RouterScore
 from slipstream.conf.architecture.quantized_checkpoints import with_quantization
+from slipstream.conf.architecture.rope_spec import YarnScaling
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonObject, is_object
 from slipstream.conf.schema import MlaNormEps
@@ -146,11 +148,11 @@ def _minimax_m2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     if set(by_layer(config, "attn_type_list")) - {1}:
         raise ConfigError("model.hf_config.attn_type_list must be 1 (full attention) for every layer of minimax_m2")
     head_dim = size(config, "head_dim", 128)
-    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
+    rope = rope_spec(config, head_dim, partial=size(config, "rotary_dim") / head_dim, theta=5e6)
+    attention = grouped_queries(config, head_dim, rope, qk_norm=True)
     return ModelSpec(
         **common_fields(config, "MiniMaxM2ForCausalLM"),
-        attention=replace(attention, norms_all_heads=True),
-        rope=rope_spec(config, head_dim, partial=size(config, "rotary_dim") / head_dim, theta=5e6),
+        attentions=in_all_layers(config, replace(attention, norms_all_heads=True)),
         moe=MoeSpec(
             **expert_sizes(config, width="intermediate_size"),
             norm_topk_prob=True,
@@ -179,7 +181,6 @@ def _gpt_oss(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
             f"layers of gpt_oss, which is what vLLM has, whatever they say; got {config['layer_types']}"
         )
     window = size(config, "sliding_window", 128)
-    attention = grouped_queries(config, head_dim, qkv_bias=True, output_bias=True, qk_norm=False)
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     given = older or newer or {"rope_type": "yarn", **_GPT_OSS_YARN}
     rope = rope_spec({**config, "rope_scaling": given}, head_dim, theta=150000.0)
@@ -190,6 +191,7 @@ def _gpt_oss(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
             "model.hf_config.rope_scaling must be of type yarn for gpt_oss, with factor, beta_fast and beta_slow, and "
             f"without mscale and attention_factor, which vLLM ignores; got {given}"
         )
+    attention = grouped_queries(config, head_dim, replace(rope, is_wide=True), qkv_bias=True, output_bias=True)
     moe = MoeSpec(
         **expert_sizes(config, width="intermediate_size"),
         norm_topk_prob=True,
@@ -202,32 +204,19 @@ def _gpt_oss(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
     return ModelSpec(
         **common_fields(config, "GptOssForCausalLM", rms_norm_eps=1e-5),
-        attention=replace(
-            attention, sinks=True, windows=tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        attentions=tuple(
+            replace(attention, sinks=True, window=window if kind == "sliding_attention" else None) for kind in kinds
         ),
-        rope=replace(rope, is_wide=True),
         moe=moe,
     )
 
 
-_NO_SPARSE = "it has no attention to keys that an indexer chooses (vLLM 0.32, `cpu.py`)"
 _NO_UNGROUPED = "its router takes sigmoid scores only where experts come in groups (vLLM 0.32, `cpu_router.py`)"
 
 FAMILIES: dict[str, Family] = {
-    "deepseek_v3": Family(deepseek_like.deepseek_v3),
-    "deepseek_v32": Family(deepseek_like.deepseek_v32, needs_deep_gemm=True, lacks_on_cpu=_NO_SPARSE),
-    "gemma3_text": Family(gemma.gemma3, wrapper="gemma3", left_out=gemma.GEMMA3_DEFAULTS, head_dim=256),
-    "gemma4_text": Family(
-        gemma.gemma4,
-        wrapper="gemma4",
-        head_dim=256,
-        engine_fields=gemma.gemma4_engine_fields,
-        fills_slots=False,
-        names_slots=False,
-    ),
-    "glm4_moe": Family(deepseek_like.glm4_moe),
-    "glm4_moe_lite": Family(deepseek_like.glm4_moe_lite),
-    "glm_moe_dsa": Family(deepseek_like.glm_moe_dsa, needs_deep_gemm=True, lacks_on_cpu=_NO_SPARSE),
+    **llama_like.FAMILIES,
+    **deepseek_like.FAMILIES,
+    **gemma.FAMILIES,
     "gpt_oss": Family(
         _gpt_oss,
         head_dim=64,
@@ -235,29 +224,9 @@ FAMILIES: dict[str, Family] = {
         cuts_all=True,
         engine_constants=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
     ),
-    "kimi_k2": Family(deepseek_like.deepseek_v3, wrapper="kimi_k25", left_out={"tie_word_embeddings": True}),
-    "llama": Family(llama_like.llama),
     "minimax_m2": Family(
         _minimax_m2, head_dim=128, expert_width="intermediate_size", names_slots=False, lacks_on_cpu=_NO_UNGROUPED
     ),
-    "mistral": Family(llama_like.mistral),
-    "mixtral": Family(llama_like.mixtral, expert_width="intermediate_size", names_slots=False),
-    "olmoe": Family(llama_like.olmoe, expert_width="intermediate_size"),
-    "qwen2": Family(llama_like.qwen2),
-    "qwen2_moe": Family(llama_like.qwen2_moe),
-    "qwen3": Family(llama_like.qwen3, head_dim=128, has_engine_forward=True),
-    "qwen3_moe": Family(llama_like.qwen3_moe, has_engine_forward=True),
-    "qwen3_5_moe_text": Family(
-        llama_like.qwen3_5_moe,
-        wrapper="qwen3_5_moe",
-        head_dim=256,
-        has_linear_attention=True,
-        engine_imports=("torchvision",),
-    ),
-    "qwen3_5_text": Family(
-        llama_like.qwen3_5, wrapper="qwen3_5", head_dim=256, has_linear_attention=True, engine_imports=("torchvision",)
-    ),
-    "qwen3_next": Family(llama_like.qwen3_next, head_dim=256, has_linear_attention=True),
 }
 """By model_type."""
 

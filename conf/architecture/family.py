@@ -5,7 +5,23 @@ from dataclasses import dataclass, field
 
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.json_files import JsonMapping, JsonObject
-from slipstream.conf.schema import MlaNormEps
+from slipstream.conf.schema import DType, MlaNormEps
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAttention:
+    """What engines ask of a kind of attention that is not grouped queries. They have no slots for its adapters."""
+
+    kind: str
+    """As messages name it."""
+    divided: tuple[str, ...] = ()
+    """Fields of config.json that count heads, which an engine's ranks divide."""
+    arguments: JsonMapping = field(default_factory=JsonObject)
+    """vLLM gets these, too."""
+    cpu_dtype: DType | None = None
+    """The only format in which the CPU engine computes it; None: any."""
+    cpu_widths: tuple[tuple[str, int], ...] = ()
+    """Fields of config.json, and the only width of heads that the CPU engine's kernel takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +44,8 @@ class Family:
     """Fields of its config that vLLM's model ignores, and the values that it has instead."""
     has_engine_forward: bool = False
     """trainer/engine_ops has its forward in the engine's kernels (parity=bitwise)."""
-    has_linear_attention: bool = False
-    """In some layers (Gated DeltaNet)."""
+    other_attention: EngineAttention | None = None
+    """In all layers or in some, instead of grouped queries."""
     engine_fields: Callable[[JsonObject], JsonObject] | None = None
     """Reads from its config the fields that vLLM takes beside those of transformers' class."""
     engine_imports: tuple[str, ...] = ()

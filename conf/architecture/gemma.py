@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from slipstream.conf.architecture.activation import GELU_TANH
-from slipstream.conf.architecture.attention_spec import GqaSpec, ProportionalScaling, RopeSpec
+from slipstream.conf.architecture.attention_spec import GqaSpec
 from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
@@ -15,7 +15,10 @@ from slipstream.conf.architecture.config_fields import (
     rope_spec,
     size,
 )
-from slipstream.conf.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
+from slipstream.conf.architecture.family import Family
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.moe_spec import CheckpointNames, MoeSpec
+from slipstream.conf.architecture.rope_spec import ProportionalScaling, RopeSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.conf.schema import MlaNormEps
@@ -46,17 +49,18 @@ def gemma3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     require(config, "sliding_window")
     head_dim, window = size(config, "head_dim", 256), size(config, "sliding_window")
     full, local = _ropes(config, head_dim)
-    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
+    heads = replace(
+        grouped_queries(config, head_dim, full, qk_norm=True),
+        score_dim=size(config, "query_pre_attn_scalar", 256),
+        norms_add_one=True,
+    )
     common = common_fields(config, "Gemma3ForCausalLM", is_tied=True)
     return ModelSpec(
         **common,
-        attention=replace(
-            attention,
-            score_dim=size(config, "query_pre_attn_scalar", 256),
-            windows=tuple(window if kind == "sliding_attention" else None for kind in _kinds(config)),
+        attentions=tuple(
+            replace(heads, rope=local, window=window) if kind == "sliding_attention" else heads
+            for kind in _kinds(config)
         ),
-        rope=full,
-        local_rope=local,
         norms_add_one=True,
         norms_halves=True,
         embedding_scale=common["hidden_size"] ** 0.5,
@@ -76,16 +80,11 @@ def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"):
         refuse(config, key, (None,))  # rope_parameters has them, by kind of layer
     refuse(config, "use_bidirectional_attention", (None, "vision"))  # of pictures' tokens
-    local, full = _gemma4_heads(config)
-    ropes = _gemma4_ropes(config, full.head_dim, local.head_dim)
     softcap = config.get("final_logit_softcapping")
     common = common_fields(config, "Gemma4ForCausalLM", is_tied=True)
     return ModelSpec(
         **common,
-        attention=local,
-        full_attention=full,
-        rope=ropes[0],
-        local_rope=ropes[1],
+        attentions=_gemma4_attentions(config),
         norms_halves=True,
         scales_layers=True,
         embedding_scale=common["hidden_size"] ** 0.5,
@@ -98,7 +97,7 @@ def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 def gemma4_engine_fields(config: JsonObject) -> JsonObject:
     """What vLLM 0.25.1 builds layers without a window from. transformers moves these fields to `per_layer_config`, and
     from 5.15 on refuses to say the other layers' head_dim; vLLM from 0.28 on reads it by layer."""
-    _, full = _gemma4_heads(config)
+    full = _gemma4_attentions(config)[-1]
     return {
         "allow_global_per_layer_attribute_access": True,
         "global_head_dim": full.head_dim,
@@ -143,17 +142,22 @@ def _refuse_other_gemma4(config: JsonObject) -> None:
         )
 
 
-def _gemma4_heads(config: JsonObject) -> tuple[GqaSpec, GqaSpec]:
-    """Heads of layers with a window, and of those without."""
+def _gemma4_attentions(config: JsonObject) -> tuple[GqaSpec, ...]:
+    """Layers with a window, and those without, of which the last one is."""
     require(config, "sliding_window")
-    window, kinds = size(config, "sliding_window"), _kinds(config, ends_full=True)
+    window, kinds, head_dim = (
+        size(config, "sliding_window"),
+        _kinds(config, ends_full=True),
+        size(config, "head_dim", 256),
+    )
     local = replace(
-        grouped_queries(config, size(config, "head_dim", 256), qkv_bias=False, output_bias=False, qk_norm=True),
+        grouped_queries(config, head_dim, _gemma4_rope(config, "sliding_attention", head_dim), qk_norm=True),
         norms_values=True,
         score_dim=1,
-        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        window=window,
     )
-    return local, _full_attention(config, local, kinds)
+    full = _full_attention(config, local, kinds)
+    return tuple(local if kind == "sliding_attention" else full for kind in kinds)
 
 
 def _full_attention(config: JsonObject, local: GqaSpec, kinds: list[str]) -> GqaSpec:
@@ -185,11 +189,12 @@ def _full_attention(config: JsonObject, local: GqaSpec, kinds: list[str]) -> Gqa
             f"model.hf_config: layers with full_attention can have a head_dim, and num_key_value_heads that divide "
             f"num_attention_heads {local.num_heads}; got {heads}"
         )
-    return replace(local, num_kv_heads=kv_heads, head_dim=head_dim, keys_are_values=are_values)
+    rope = _gemma4_rope(config, "full_attention", head_dim)
+    return replace(local, rope=rope, num_kv_heads=kv_heads, head_dim=head_dim, keys_are_values=are_values, window=None)
 
 
-def _gemma4_ropes(config: JsonObject, full_dim: int, local_dim: int) -> list[RopeSpec]:
-    """The rotations of full attention and of sliding windows. Fields of proportional RoPE are read here."""
+def _gemma4_rope(config: JsonObject, kind: str, head_dim: int) -> RopeSpec:
+    """The rotation of layers of this kind. Fields of proportional RoPE are read here."""
     defaults: JsonObject = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -198,25 +203,21 @@ def _gemma4_ropes(config: JsonObject, full_dim: int, local_dim: int) -> list[Rop
     given = defaults if given is None else given
     if not is_object(given) or set(given) != set(KINDS) or not all(is_object(one) for one in given.values()):
         raise ConfigError(f"model.hf_config.rope_parameters must be a mapping of {' and '.join(KINDS)}, got {given!r}")
-    ropes: list[RopeSpec] = []
-    for kind, head_dim in zip(KINDS, (full_dim, local_dim), strict=True):
-        own: JsonObject = given[kind]
-        if own.get("rope_theta") is None:
-            raise ConfigError(f"model.hf_config.rope_parameters.{kind} needs rope_theta, got {own!r}")
-        if own.get("rope_type") != "proportional":
-            fields: JsonObject = {"model_type": config["model_type"], "rope_parameters": own}
-            ropes.append(rope_spec(fields, head_dim))
-            continue
-        unknown = set(own) - {"rope_type", "rope_theta", "partial_rotary_factor"}
-        share = number(own, "partial_rotary_factor", 1.0)
-        if unknown or share > 1 or head_dim % 2:
-            raise ConfigError(
-                f"model.hf_config.rope_parameters.{kind}: proportional RoPE takes rope_theta and a "
-                f"partial_rotary_factor of at most 1, for heads of an even size; got {own!r} for heads of {head_dim}"
-            )
-        theta = number(own, "rope_theta", 1e4)
-        ropes.append(RopeSpec(dim=head_dim, theta=theta, scaling=ProportionalScaling(share=share)))
-    return ropes
+    own: JsonObject = given[kind]
+    if own.get("rope_theta") is None:
+        raise ConfigError(f"model.hf_config.rope_parameters.{kind} needs rope_theta, got {own!r}")
+    if own.get("rope_type") != "proportional":
+        fields: JsonObject = {"model_type": config["model_type"], "rope_parameters": own}
+        return rope_spec(fields, head_dim)
+    unknown = set(own) - {"rope_type", "rope_theta", "partial_rotary_factor"}
+    share = number(own, "partial_rotary_factor", 1.0)
+    if unknown or share > 1 or head_dim % 2:
+        raise ConfigError(
+            f"model.hf_config.rope_parameters.{kind}: proportional RoPE takes rope_theta and a "
+            f"partial_rotary_factor of at most 1, for heads of an even size; got {own!r} for heads of {head_dim}"
+        )
+    theta = number(own, "rope_theta", 1e4)
+    return RopeSpec(dim=head_dim, theta=theta, scaling=ProportionalScaling(share=share))
 
 
 def _kinds(config: JsonObject, *, ends_full: bool = False) -> list[str]:
@@ -255,3 +256,17 @@ def _ropes(config: JsonObject, head_dim: int) -> list[RopeSpec]:
             fields[key] = config.get(key)
         ropes.append(rope_spec(fields, head_dim, theta=theta))
     return ropes
+
+
+FAMILIES = {
+    "gemma3_text": Family(gemma3, wrapper="gemma3", left_out=GEMMA3_DEFAULTS, head_dim=256),
+    "gemma4_text": Family(
+        gemma4,
+        wrapper="gemma4",
+        head_dim=256,
+        engine_fields=gemma4_engine_fields,
+        fills_slots=False,
+        names_slots=False,
+    ),
+}
+"""By model_type."""

@@ -7,20 +7,23 @@ model_type.
 
 from dataclasses import replace
 
-from slipstream.conf.architecture.attention_spec import DeltaNetSpec, GqaSpec
 from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
     expert_sizes,
     grouped_queries,
     hidden_per_head,
+    in_all_layers,
     refuse,
     refuse_layer_types,
     refuse_windows,
     rope_spec,
     size,
 )
-from slipstream.conf.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
+from slipstream.conf.architecture.delta_net_spec import IN_ENGINES, DeltaNetSpec
+from slipstream.conf.architecture.family import Family
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.moe_spec import CheckpointNames, MoeSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import MlaNormEps
@@ -33,13 +36,10 @@ def llama(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     _refuse_others_of_engine(config)
     head_dim = size(config, "head_dim", hidden_per_head(config))
     bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        **common_fields(config, "LlamaForCausalLM"),
-        attention=grouped_queries(
-            config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False, needs_kv_heads=False
-        ),
-        rope=rope_spec(config, head_dim),
+    attention = grouped_queries(
+        config, head_dim, rope_spec(config, head_dim), qkv_bias=bias, output_bias=bias, needs_kv_heads=False
     )
+    return ModelSpec(**common_fields(config, "LlamaForCausalLM"), attentions=in_all_layers(config, attention))
 
 
 def mistral(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
@@ -84,10 +84,12 @@ def qwen3(config: JsonObject, mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None =
     # Only the dense family has a default head_dim of its own.
     head_dim = size(config, "head_dim", 128 if moe is None else hidden_per_head(config))
     bias = bool(config.get("attention_bias", False))
+    attention = grouped_queries(
+        config, head_dim, rope_spec(config, head_dim), qkv_bias=bias, output_bias=bias, qk_norm=True
+    )
     return ModelSpec(
         **common_fields(config, "Qwen3ForCausalLM" if moe is None else "Qwen3MoeForCausalLM"),
-        attention=grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=True),
-        rope=rope_spec(config, head_dim),
+        attentions=in_all_layers(config, attention),
         moe=moe,
     )
 
@@ -165,13 +167,16 @@ def _with_delta_net(
             "model.hf_config.layer_types must say full_attention or linear_attention for each of "
             f"{num_layers} layers, got {kinds}"
         )
+    # A token of text has the same position on every axis of an image.
+    axes = () if has_fused_inputs else ("mrope_section", "mrope_interleaved")
+    rope = rope_spec(config, head_dim, partial=0.25, ignored=axes)
     delta_net = DeltaNetSpec(
+        rope=rope,
         num_key_heads=size(config, "linear_num_key_heads", 16),
         num_value_heads=size(config, "linear_num_value_heads", 32),
         key_head_dim=size(config, "linear_key_head_dim", 128),
         value_head_dim=size(config, "linear_value_head_dim", 128),
         conv_width=size(config, "linear_conv_kernel_dim", 4),
-        layers=tuple(kind == "linear_attention" for kind in kinds),
         has_fused_inputs=has_fused_inputs,
     )
     if delta_net.num_value_heads % delta_net.num_key_heads:
@@ -179,16 +184,11 @@ def _with_delta_net(
             f"model.hf_config.linear_num_key_heads must divide linear_num_value_heads, got {delta_net.num_key_heads} "
             f"and {delta_net.num_value_heads}"
         )
-    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
-    # A token of text has the same position on every axis of an image.
-    axes = () if has_fused_inputs else ("mrope_section", "mrope_interleaved")
-    rope = rope_spec(config, head_dim, partial=0.25, ignored=axes)
+    full = replace(grouped_queries(config, head_dim, rope, qk_norm=True), gated=True, norms_add_one=True)
     return ModelSpec(
         **common_fields(config, architecture, width=width),
-        attention=replace(attention, gated=True),
-        rope=rope,
+        attentions=tuple(delta_net if kind == "linear_attention" else full for kind in kinds),
         moe=moe,
-        delta_net=delta_net,
         norms_add_one=True,
     )
 
@@ -205,11 +205,10 @@ def olmoe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
         refuse(config, key, (False, None))
     refuse_windows(config)
     head_dim = _engine_head_dim(config)
-    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True, needs_kv_heads=False)
+    attention = grouped_queries(config, head_dim, rope_spec(config, head_dim), qk_norm=True, needs_kv_heads=False)
     return ModelSpec(
         **common_fields(config, "OlmoeForCausalLM", rms_norm_eps=1e-5),
-        attention=replace(attention, norms_all_heads=True),
-        rope=rope_spec(config, head_dim),
+        attentions=in_all_layers(config, replace(attention, norms_all_heads=True)),
         moe=MoeSpec(
             **expert_sizes(config, width="intermediate_size"),
             norm_topk_prob=False,
@@ -244,14 +243,12 @@ def _mistral_like(
         )
     window = config.get("sliding_window", default_window)
     head_dim = size(config, "head_dim", hidden_per_head(config))
-    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=False)
+    attention = grouped_queries(config, head_dim, rope_spec(config, head_dim, theta=default_theta))
     if window is not None:
-        windows = (size(config, "sliding_window", default_window),) * size(config, "num_hidden_layers")
-        attention = replace(attention, windows=windows)
+        attention = replace(attention, window=size(config, "sliding_window", default_window))
     return ModelSpec(
         **common_fields(config, architecture, rms_norm_eps=rms_norm_eps),
-        attention=attention,
-        rope=rope_spec(config, head_dim, theta=default_theta),
+        attentions=in_all_layers(config, attention),
         moe=moe,
     )
 
@@ -261,10 +258,8 @@ def _qwen2_like(config: JsonObject, architecture: str, moe: MoeSpec | None = Non
     refuse_layer_types(config)
     refuse(config, "qk_norm", (False, None))
     head_dim = _engine_head_dim(config)
-    attention: GqaSpec = grouped_queries(config, head_dim, qkv_bias=True, output_bias=False, qk_norm=False)
-    return ModelSpec(
-        **common_fields(config, architecture), attention=attention, rope=rope_spec(config, head_dim), moe=moe
-    )
+    attention = grouped_queries(config, head_dim, rope_spec(config, head_dim), qkv_bias=True)
+    return ModelSpec(**common_fields(config, architecture), attentions=in_all_layers(config, attention), moe=moe)
 
 
 def _sparse_layers(config: JsonObject, *, norm_topk_prob: bool = False) -> MoeSpec:
@@ -291,3 +286,21 @@ def _engine_head_dim(config: JsonObject) -> int:
     head_dim = hidden_per_head(config)
     refuse(config, "head_dim", (head_dim, None))
     return head_dim
+
+
+_QWEN3_5 = Family(qwen3_5, wrapper="qwen3_5", head_dim=256, other_attention=IN_ENGINES, engine_imports=("torchvision",))
+
+FAMILIES = {
+    "llama": Family(llama),
+    "mistral": Family(mistral),
+    "mixtral": Family(mixtral, expert_width="intermediate_size", names_slots=False),
+    "olmoe": Family(olmoe, expert_width="intermediate_size"),
+    "qwen2": Family(qwen2),
+    "qwen2_moe": Family(qwen2_moe),
+    "qwen3": Family(qwen3, head_dim=128, has_engine_forward=True),
+    "qwen3_moe": Family(qwen3_moe, has_engine_forward=True),
+    "qwen3_5_moe_text": replace(_QWEN3_5, read=qwen3_5_moe, wrapper="qwen3_5_moe"),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": Family(qwen3_next, head_dim=256, other_attention=IN_ENGINES),
+}
+"""By model_type."""

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from slipstream.conf.architecture.model_spec import INT4_GROUP, CheckpointNames, ExpertFormat, ModelSpec
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.moe_spec import INT4_GROUP, CheckpointNames, ExpertFormat
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 
@@ -15,16 +16,12 @@ FP8_BLOCK = [128, 128]
 def with_quantization(spec: ModelSpec, quantization: JsonObject) -> ModelSpec:
     """The spec of a checkpoint with packed experts, or with blocks of FP8. Loading turns FP8 into the model's own
     format, and publishing turns it back. Every other quantization is refused by name."""
-    if spec.delta_net is not None:
+    parts = (*spec.kinds_of_attention, *(() if spec.moe is None else (spec.moe,)))
+    reason = next((part.unquantized for part in parts if part.unquantized is not None), None)
+    if reason is not None:
         raise ConfigError(
-            f"model.hf_config.quantization_config: quantized checkpoints of {spec.family} are not supported, because "
-            "engines keep some projections of its linear attention as they are; give a float checkpoint"
-        )
-    if spec.moe is not None and spec.moe.is_beside_dense:
-        raise ConfigError(
-            f"model.hf_config.quantization_config: quantized engines of {spec.family} with experts are not supported, "
-            "because its checkpoints stack them in one tensor; give a float checkpoint, and "
-            "model.engine_format=checkpoint"
+            f"model.hf_config.quantization_config: quantized checkpoints and engines of {spec.family} are not "
+            f"supported, because {reason}; give a float checkpoint, and model.engine_format=checkpoint"
         )
     method, layout = quantization.get("quant_method"), quantization.get("format")
     if method == "fp8" and list(quantization.get("weight_block_size") or ()) == FP8_BLOCK:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.architecture.model_spec import ExpertFormat, ModelSpec
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_resolved_yaml
 from slipstream.conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode

@@ -170,12 +170,9 @@ def engine_arguments(
 
 def _of_family(hf_config: JsonObject, device: Device) -> JsonObject:
     """Arguments that one model needs and another does not."""
-    arguments: JsonObject = {}
-    if hf_config.get("linear_num_value_heads") is not None:
-        arguments["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's; else rounded after every token
-        # On Hopper vLLM's own choice is flashinfer's kernel, without a look at whether flashinfer is installed.
-        arguments["gdn_prefill_backend"] = "triton"
-    if (engine_fields := family_of(hf_config).engine_fields) is not None:
+    family = family_of(hf_config)
+    arguments: JsonObject = {} if family.other_attention is None else {**family.other_attention.arguments}
+    if (engine_fields := family.engine_fields) is not None:
         arguments["hf_overrides"] = engine_fields(hf_config)
         if device is Device.cuda and not all(map(find_spec, FLASH_ATTENTION_4)):
             # 0.25.1 takes it for heads that differ from layer to layer, without a look at whether these are installed.

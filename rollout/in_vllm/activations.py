@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.conf.architecture.model_spec import NORMS_BESIDE_DENSE
+from slipstream.conf.architecture.moe_spec import NORMS_BESIDE_DENSE
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 SHARED = ("mlp.shared_experts", "mlp.shared_expert")

@@ -119,8 +119,8 @@ def stale_weights(scorer: Scorer) -> None:
 def late_positions(scorer: Scorer) -> None:
     """Attention sees differences of positions alone: no log-probability shows this."""
     decoder: Any = scorer.decoder
-    right = decoder.rotary
-    decoder.rotary = lambda positions, dtype: right(positions + 1, dtype)
+    (right,) = decoder.rotaries
+    decoder.rotaries = [lambda positions, dtype: right(positions + 1, dtype)]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from triton.runtime.jit import JITFunction
 
 from slipstream.conf.schema import Activations, LoraConfig, TrainMode
 from slipstream.trainer.kernels.experts.groups import RowGroups
-from slipstream.trainer.model.attend import flex_attention, padded_attention, sink_attention
-from slipstream.trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
+from slipstream.trainer.model.attention.attend import flex_attention, padded_attention, sink_attention
+from slipstream.trainer.model.attention.flash_attention import KeptAttention, cudnn_attention, varlen_attention
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.moe import grouped
 from slipstream.trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product

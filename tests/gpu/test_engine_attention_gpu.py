@@ -23,8 +23,8 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import AttentionValues, TrainMode
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
 from slipstream.trainer.engine_ops.vllm_attention import VllmAttention
-from slipstream.trainer.model.attend import AttentionBackend, attend
-from slipstream.trainer.model.flash_attention import KeptAttention
+from slipstream.trainer.model.attention.attend import AttentionBackend, attend
+from slipstream.trainer.model.attention.flash_attention import KeptAttention
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

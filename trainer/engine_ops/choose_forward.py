@@ -2,6 +2,7 @@
 
 import torch
 
+from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.schema import AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
 from slipstream.trainer.engine_ops.engine_forward import EngineForward, SlotForward
@@ -11,7 +12,7 @@ from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
 from slipstream.trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
 from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
 from slipstream.trainer.errors import TrainerError
-from slipstream.trainer.model.engine_attention import EngineKernel
+from slipstream.trainer.model.attention.engine_attention import EngineKernel
 from slipstream.trainer.model.forward import Forward
 
 
@@ -56,8 +57,8 @@ def _choose_attention(
     if values is AttentionValues.own:
         return None, "the trainer's own"
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    attentions = dict.fromkeys(spec.attention_of(layer) for layer in range(spec.num_layers))
-    refusals = [refusal_of_engine_attention(capability, dtype, one) for one in attentions]
+    with_softmax = [one for one in spec.kinds_of_attention if isinstance(one, GqaSpec | MlaSpec)]
+    refusals = [refusal_of_engine_attention(capability, dtype, one) for one in with_softmax]
     refusal = next((one for one in refusals if one is not None), None)
     if refusal is None:
         return VllmAttention(), "vLLM's FlashAttention 3"

@@ -26,7 +26,7 @@ from slipstream.trainer.engine_ops.published_weights import (
 from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
 from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
 from slipstream.trainer.lora import Linear
-from slipstream.trainer.model.attention import GroupedQueryAttention
+from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
 from slipstream.trainer.model.dense_mlp import DenseMlp
 from slipstream.trainer.model.forward import Forward, KeepGateUp, Place
 from slipstream.trainer.model.logprobs import Head
@@ -108,7 +108,7 @@ class EngineForward(Forward):
         return self.operations.experts(x_TH, *merged, weights_TK, ids_TK)
 
     def add(
-        self, mlp: DenseMlp | MoeBlock, x: Tensor, delta: Tensor, middle: Tensor, *fed: Tensor, once: bool
+        self, summed: MoeBlock | None, x: Tensor, delta: Tensor, middle: Tensor, *fed: Tensor, once: bool
     ) -> tuple[Tensor, Tensor | None]:
         return middle + fed[0], None
 

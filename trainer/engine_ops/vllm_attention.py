@@ -1,7 +1,7 @@
 """vLLM's FlashAttention 3 as the kernel of the trainer's attention (Roundings.attention).
 
 Owns: where that kernel can be called (a Hopper GPU, 16 bits, head widths that it takes, vLLM on this node), and the
-call. Does not own gradients (trainer/model/engine_attention.py).
+call. Does not own gradients (trainer/model/attention/engine_attention.py).
 """
 
 import torch
@@ -44,7 +44,7 @@ def _takes_widths(attention: GqaSpec | MlaSpec) -> bool:
     width = attention.qk_head_dim
     if width % 8 or width > MAX_HEAD_DIM:
         return False
-    value_width = attention.v_head_dim if isinstance(attention, MlaSpec) else width
+    value_width = attention.v_head_dim
     return value_width == width or (128 < width <= 192 and 96 < value_width <= 128 and value_width % 8 == 0)
 
 

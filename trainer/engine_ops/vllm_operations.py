@@ -56,12 +56,14 @@ class VllmOperations:
                 f"trainer.numerics.match=bitwise needs vLLM where the trainer runs: {error}; install it there, or "
                 "choose parity=standard"
             ) from error
-        assert isinstance(spec.attention, GqaSpec)
+        attention_spec = spec.attentions[0]
+        assert isinstance(attention_spec, GqaSpec)
         self._custom_ops, self._batch_invariant = custom_ops, batch_invariant
         self._fused_experts, self._fused_topk = experts.fused_experts, router.fused_topk
         self._flash_attention = attention.flash_attn_varlen_func
-        self._flash_version = attention.get_flash_attn_version(head_size=spec.attention.head_dim)
-        self._head_dim, self._theta, self._dtype, self._device = spec.attention.head_dim, spec.rope.theta, dtype, device
+        self._flash_version = attention.get_flash_attn_version(head_size=attention_spec.head_dim)
+        self._head_dim, self._theta = attention_spec.head_dim, attention_spec.rope.theta
+        self._dtype, self._device = dtype, device
         self._cos_sin = self._rotation_table(FIRST_POSITIONS)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,20 +1,19 @@
 """From a ModelSpec to a decoder on its device: built on meta, marked trainable, sharded, then allocated.
 
-Owns the checks of model and options together. Does not own values: `trainer.weights.loading` fills them.
+Does not own values: `trainer.weights.loading` fills them; nor which options fit a model (conf/model_checks.py).
 """
 
 import torch
 from torch import nn
 
-from slipstream.conf.architecture.model_spec import ExpertFormat, ModelSpec, stays_frozen
+from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import LoraConfig, TrainerConfig, TrainMode
+from slipstream.conf.schema import TrainerConfig, TrainMode
 from slipstream.trainer.lora import Adapted
-from slipstream.trainer.model.attend import choose_attention_backend
+from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.host_activations import HostPool
-from slipstream.trainer.model.layer import Build
 from slipstream.trainer.model.shard_decoder import (
     dense_trainable,
     expert_trainable,
@@ -53,13 +52,11 @@ def build_decoder(
             inside Decoder.in_use(), and all ranks build it together.
 
     Raises:
-        ConfigError: there are more ep_ranks than experts, cp_size does not fit the attention, or LoRA finds nothing to
-            adapt.
+        ConfigError: the embedding table is to be on the host, and it is the head.
     """
     device = torch.device(device)
     layout = layout if layout is not None else ParallelLayout.single(device)
     lora = trainer.lora if trainer.mode is TrainMode.lora else None
-    _refuse_misfits(spec, lora, layout)
     if trainer.embedding_on_host and spec.tie_embeddings:
         raise ConfigError("trainer.embedding_on_host=true needs a head of its own; this model's is the embedding table")
     missing: list[tuple[nn.Parameter, int]] = []
@@ -71,19 +68,14 @@ def build_decoder(
         compute_dtype=dtype,
         weight_dtype=torch.float32 if lora is None else dtype,
         lora=lora,
-        attention_backends=[
-            choose_attention_backend(device, dtype, spec.attention_of(layer)) for layer in range(spec.num_layers)
-        ],
         checkpointing=trainer.activation_checkpointing,
         gate_up_kept=trainer.gate_up_kept,
         numerics=trainer.numerics.places,
         layout=layout,
         unpacked=UnpackBuffers(dtype),
-        by=by or Forward(),
-        host=host,
     )
     with torch.device("meta"):
-        decoder = Decoder(build)
+        decoder = Decoder(build, by or Forward(), host)
     _choose_trainable(decoder, trainer)
     if rounding_seed is not None:
         _name_merged_parameters(decoder, rounding_seed)
@@ -102,28 +94,6 @@ def build_decoder(
     return decoder
 
 
-def _refuse_misfits(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> None:
-    spec.check_cp_size(layout.cp_size)
-    num_moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
-    if num_moe_layers == 0 and layout.ep_size > 1:
-        raise ConfigError(f"trainer.ep_size must be 1 for a model without experts, got {layout.ep_size}")
-    if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain and lora is None:
-        raise ConfigError(f"trainer.mode=full cannot train {spec.moe.expert_format} experts; set trainer.mode=lora")
-    if num_moe_layers and spec.moe is not None and spec.moe.num_experts < layout.ep_size:
-        raise ConfigError(
-            f"trainer.ep_size must be <= the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
-        )
-    if lora is not None:
-        moe = spec.moe
-        has_dense = moe is None or moe.is_beside_dense or moe.shared_intermediate_size > 0 or not all(moe.layers)
-        has_target = lora.attention or (lora.experts and num_moe_layers) or (lora.mlp and has_dense)
-        if not has_target:
-            raise ConfigError(
-                f"trainer.lora adapts nothing in this {spec.family} model, where {num_moe_layers} of {spec.num_layers} "
-                f"layers have experts: got targets={list(lora.targets)}; name what the model has"
-            )
-
-
 def _name_merged_parameters(decoder: Decoder, seed: int) -> None:
     for name, module in decoder.named_modules():
         if isinstance(module, Adapted) and module.lora is not None:
@@ -132,14 +102,13 @@ def _name_merged_parameters(decoder: Decoder, seed: int) -> None:
 
 
 def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
-    """Set requires_grad once, before FSDP2 looks at it."""
+    """Set requires_grad once, before FSDP2 looks at it. What its module has frozen is trained in no mode."""
     routers = {
         id(parameter) for module in decoder.modules() if isinstance(module, Router) for parameter in module.parameters()
     }
     for name, parameter in decoder.named_parameters():
         if trainer.mode is TrainMode.lora:
-            parameter.requires_grad_("lora_" in name.rsplit(".", 1)[-1])
+            is_trained = "lora_" in name.rsplit(".", 1)[-1]
         else:
-            parameter.requires_grad_(trainer.train_router or id(parameter) not in routers)
-        if stays_frozen(name):
-            parameter.requires_grad_(False)
+            is_trained = trainer.train_router or id(parameter) not in routers
+        parameter.requires_grad_(parameter.requires_grad and is_trained)

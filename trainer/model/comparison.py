@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from slipstream.trainer.kernels.residual import residual_sum
 from slipstream.trainer.kernels.rms_norm import norm_rotate
-from slipstream.trainer.model.attention import TURNED, GroupedQueryAttention
+from slipstream.trainer.model.attention.grouped_queries import TURNED, GroupedQueryAttention
 from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.feed_forward import ROUTED
 from slipstream.trainer.model.forward import Forward, Place
-from slipstream.trainer.model.layer import AFTER, BEFORE_EXPERTS, MIDDLE, DecoderLayer
+from slipstream.trainer.model.layer import DecoderLayer
 from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.model.packed_sequences import PackedSequences
@@ -91,9 +92,7 @@ def _layer(number: int, layer: DecoderLayer, at: Place, adds: tuple[str, str]) -
     """A layer's operations, whole or taken apart; `adds` names what the layer before adds to the stream."""
     prefix, attention, block = f"layers.{number}.", layer.attention, layer.block
     is_rounded = _is_rounded(layer.middle_norm, at)
-    of_experts = {} if block is None else _experts(prefix, block, at, is_rounded=is_rounded)
-    if layer.is_beside:
-        del of_experts["residual"]  # what the layer adds is a norm's
+    of_experts = {} if block is None else _experts(prefix, block, layer.operations, at, is_rounded=is_rounded)
     for operation in layer.operations:
         if operation.name in of_experts:
             yield of_experts[operation.name]
@@ -183,12 +182,12 @@ def _rotary(prefix: str, own: GroupedQueryAttention, at: Place, inputs: tuple[st
     yield Operation(f"{prefix}rotary_emb", (q, k), tuple(turned), lambda q, k: turned_by(at.rope, norms, q, k))
 
 
-def _experts(prefix: str, block: MoeBlock, at: Place, *, is_rounded: bool) -> dict[str, Operation]:
+def _experts(
+    prefix: str, block: MoeBlock, operations: Sequence[Operation], at: Place, *, is_rounded: bool
+) -> dict[str, Operation]:
     """The steps of a mixture of experts, by the operation whose place they take."""
-    routed_by = read = f"{prefix}{AFTER}"
-    if block.gate.moe.is_beside_dense:
-        routed_by, read = f"{prefix}{MIDDLE}", f"{prefix}{BEFORE_EXPERTS}"
-    out = f"{prefix}mlp"
+    takes, out = {one.name: one.inputs for one in operations}, f"{prefix}mlp"
+    routed_by, read = (prefix + takes[name][0] for name in ("mlp.gate", "mlp.experts"))
     weights, ids, routed, shared = (
         f"{out}.{name}" for name in ("topk_weights", "topk_ids", "experts", "shared_experts")
     )
@@ -208,8 +207,10 @@ def _experts(prefix: str, block: MoeBlock, at: Place, *, is_rounded: bool) -> di
     def add(x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         return (x if not others else x + others[0] if is_rounded else x.float() + others[0].float(),)
 
-    return {
+    steps = {
         "mlp.gate": Operation(f"{out}.gate", (routed_by,), (weights, ids), choose),
         "mlp.experts": Operation(routed, (read, weights, ids), (routed,), compute),
-        "residual": Operation(out, (routed, shared) if block.shared else (routed,), (out,), add),
     }
+    if ROUTED in takes["residual"]:  # else the layer adds a norm of it
+        steps["residual"] = Operation(out, (routed, shared) if block.shared else (routed,), (out,), add)
+    return steps

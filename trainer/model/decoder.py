@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.trainer.kernels.experts.gather import gather_rows
+from slipstream.trainer.model.attention.part import Attention
+from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.host_activations import HostPass, HostPool
-from slipstream.trainer.model.layer import Build, DecoderLayer, Pass
+from slipstream.trainer.model.layer import DecoderLayer, Pass
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.model.rope import RotaryEmbedding
 from slipstream.trainer.model.whole_weights import WholeWeights
@@ -71,25 +73,25 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """Token ids -> hidden states after the final norm. Built by `build_decoder`."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, by: Forward, host: HostPool | None) -> None:
+        """
+        Args:
+            by: What computes it, where a call does not say otherwise.
+            host: Where layers keep what their backward needs; None: on the device.
+        """
         super().__init__()
-        self.spec = build.spec
+        self.spec, self.by, self.host = build.spec, by, host
         self.dtype = build.compute_dtype
         """Compute dtype (model.dtype): the format of activations, frozen weights and exports."""
         self.lora = build.lora
         """None in full training."""
         self.layout = build.layout
-        self.attention_backends = {*build.attention_backends}
-        """Those of all layers."""
         self.model = Trunk(build)
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
-        self.rotary = RotaryEmbedding(build.spec.rope, build.numerics.rotation)
-        local = build.spec.local_rope
-        self.local_rotary = None if local is None else RotaryEmbedding(local, build.numerics.rotation)
-        self.by = build.by
-        """What computes it, where a call does not say otherwise."""
-        self.host = build.host
-        """Where layers keep what their backward needs; None: on the device."""
+        self.rotaries = [RotaryEmbedding(rope, build.numerics.rotation) for rope in build.spec.ropes]
+        attentions = (module for module in self.modules() if isinstance(module, Attention))
+        self.attention_backends = {one.backend for one in attentions if one.backend is not None}
+        """Those of all layers."""
         self.whole: WholeWeights | None = None
         """Gathers dense parameters for `in_use`; None: there is one rank, or FSDP2 gathers them layer by layer."""
 
@@ -154,9 +156,8 @@ class Decoder(nn.Module):
         return nullcontext() if self.whole is None else self.whole.in_use()
 
     def ropes(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Cosines and sines of all layers, or of full attention and of sliding windows (DecoderLayer.rope)."""
-        each = (self.rotary, self.local_rotary)
-        return [rotary(positions_T, self.dtype) for rotary in each if rotary is not None]
+        """Cosines and sines of each rotation that layers have (DecoderLayer.rope)."""
+        return [rotary(positions_T, self.dtype) for rotary in self.rotaries]
 
     def apply_head(self, use: Callable[[Tensor, Tensor], Out], hidden_TH: Tensor) -> Out:
         """Call use(hidden_TH, weight_VH). The whole head weight exists during this call, and again in its backward.

@@ -1,11 +1,11 @@
-"""What computes the operations of a layer's list: one method per kind of operation.
+"""What computes those operations of a layer's list that an engine may compute otherwise: one method per kind.
 
     Forward                              the trainer's kernels; gradients come through them
     trainer.engine_ops.merged_forward    the same, with weights as a publish would write them: values alone
     trainer.engine_ops.engine_forward    the engine's kernels: values alone
 
 A decoder has one (build_decoder), and a call may name another: the reference policy is `without_adapters`.
-Does not own the order of operations (layer.py, attention.py) nor what of a layer is recomputed (operations.py).
+Does not own the order of operations (layer.py, attention/) nor what of a layer is recomputed (operations.py).
 
 Shapes: T packed tokens, H hidden, O width of projections, N query heads, G key/value heads, D head_dim, K experts of a
 token.
@@ -20,17 +20,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from slipstream.trainer.kernels.dense_activation import gelu_product, silu_product
-from slipstream.trainer.kernels.latent import latent_heads
 from slipstream.trainer.kernels.residual import residual_sum
 from slipstream.trainer.kernels.rms_norm import norm_rotate
 from slipstream.trainer.lora import Linear, apply_together
-from slipstream.trainer.model.attend import attend
-from slipstream.trainer.model.attention import GroupedQueryAttention, LatentAttention
-from slipstream.trainer.model.delta_net import GatedDeltaNet
+from slipstream.trainer.model.attention.attend import attend
+from slipstream.trainer.model.attention.engine_attention import EngineKernel
+from slipstream.trainer.model.attention.flash_attention import KeptAttention
+from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
 from slipstream.trainer.model.dense_mlp import DenseMlp
-from slipstream.trainer.model.engine_attention import EngineKernel
-from slipstream.trainer.model.flash_attention import KeptAttention
-from slipstream.trainer.model.indexer import sparse_attention
 from slipstream.trainer.model.logprobs import Head
 from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.packed_sequences import PackedSequences
@@ -110,28 +107,12 @@ class Forward:
 
     def attend(self, own: GroupedQueryAttention, q_TND: Tensor, k_TGD: Tensor, v_TO: Tensor, at: Place) -> Tensor:
         """[T, N * D]."""
+        assert own.backend is not None
         out_TND = attend(
             q_TND, k_TGD, v_TO.unflatten(1, own.heads[2]), at.sequences, own.backend, own.scale,
             window=own.window, sinks_N=own.sinks, kept=at.kept, engine=self.attention,
         )  # fmt: skip
         return out_TND.flatten(1)
-
-    def attend_latent(
-        self, own: LatentAttention, q_TO: Tensor, turning_TR: Tensor, kv_TO: Tensor, *indexed: Tensor, at: Place
-    ) -> Tensor:
-        """[T, N * V], of queries, the keys' part that turns, the other keys and values, and what an indexer reads."""
-        mla = own.mla
-        q_TND, kv_TNE = q_TO.unflatten(1, (mla.num_heads, mla.qk_head_dim)), kv_TO.unflatten(1, (mla.num_heads, -1))
-        qkv = latent_heads(q_TND, kv_TNE, turning_TR, *at.rope, interleaved=own.interleaved)
-        if own.indexer is not None and at.sequences.max_length > (top_k := own.indexer.spec.top_k):
-            chosen_by = own.indexer(*indexed, at.rope)
-            return sparse_attention(*qkv, chosen_by, at.sequences, top_k, own.backend, mla.softmax_scale).flatten(1)
-        heads = attend(*qkv, at.sequences, own.backend, mla.softmax_scale, kept=at.kept, engine=self.attention)
-        return heads.flatten(1)
-
-    def attend_linear(self, own: GatedDeltaNet, projected: Sequence[Tensor], at: Place) -> Tensor:
-        """[T, N * V], of what a Gated DeltaNet's projections of its input give."""
-        return own.heads(projected, at.sequences)
 
     def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
         """[T, H]."""
@@ -158,10 +139,11 @@ class Forward:
         return block.run_experts(x_TH, weights_TK, ids_TK, keep, most_tokens=most, adapted=self.adapted)
 
     def add(
-        self, mlp: DenseMlp | MoeBlock, x: Tensor, delta: Tensor, middle: Tensor, *fed: Tensor, once: bool
+        self, summed: MoeBlock | None, x: Tensor, delta: Tensor, middle: Tensor, *fed: Tensor, once: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The stream at the layer's end; and before it was rounded, where it is rounded `once`."""
+        """The stream at the layer's end; and before it was rounded, where it is rounded `once`. `summed`: the experts
+        that gave `fed`."""
         if once:
-            scale = mlp.gate.factor_of_output if isinstance(mlp, MoeBlock) else 1.0
+            scale = 1.0 if summed is None else summed.gate.factor_of_output
             return residual_sum(x, delta, middle, fed[0], fed[1] if fed[1:] else None, scale)
-        return middle + (mlp.combined(*fed) if isinstance(mlp, MoeBlock) else fed[0]), None
+        return middle + (fed[0] if summed is None else summed.combined(*fed)), None

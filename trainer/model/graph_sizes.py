@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.trainer.model.flash_attention import padded_length
+from slipstream.trainer.model.attention.flash_attention import padded_length
 from slipstream.trainer.model.packed_sequences import LONG
 from slipstream.trainer.types import Extent
 

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from slipstream.trainer.model.attend import AttentionBackend
+from slipstream.trainer.model.attention.attend import AttentionBackend
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.graph_sizes import GraphSize, graph_size, padded_starts
 from slipstream.trainer.model.packed_sequences import PackedSequences
@@ -61,8 +61,9 @@ def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
         return f"attention is {decoder.backends['attention']}"
     if decoder.by.gradients_by is not None:
         return "values come from merged weights or from the engine's kernels"
-    if decoder.spec.delta_net is not None:
-        return "some layers have linear attention, which was not captured yet"
+    for attention in decoder.spec.kinds_of_attention:
+        if attention.uncaptured is not None:
+            return attention.uncaptured
     if decoder.spec.norms_halves:
         return "layers norm what they add, which was not captured yet"
     for module in decoder.modules():
@@ -182,7 +183,8 @@ class DecoderGraphs:
         layout, spec = self._decoder.layout, self._decoder.spec
         if not 0 < size.num_tokens <= self._max_tokens:
             return False
-        if spec.indexer is not None and size.longest > spec.indexer.top_k:
+        longest = (attention.longest_captured for attention in spec.kinds_of_attention)
+        if any(most is not None and size.longest > most for most in longest):
             return False
         if layout.ep_group is None or spec.moe is None:
             return True

@@ -4,7 +4,7 @@
                                                           router, shared experts -> experts
 
 Owns the order of operations, what of it is recomputed and what waits in host memory. Does not own arithmetic
-(forward.py), nor the order inside of attentions (attention.py).
+(forward.py), nor the order inside of attentions (attention/) and feed-forwards (feed_forward.py).
 
 Shapes: T packed tokens, H hidden, K experts of a token.
 """
@@ -12,32 +12,24 @@ Shapes: T packed tokens, H hidden, K experts of a token.
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.conf.architecture.attention_spec import GqaSpec
-from slipstream.conf.architecture.model_spec import BESIDE_DENSE, NORMS_BESIDE_DENSE, ModelSpec
-from slipstream.conf.schema import LoraConfig, Rounding, Roundings
-from slipstream.trainer.lora import Linear
-from slipstream.trainer.model.attend import AttentionBackend
-from slipstream.trainer.model.attention import GroupedQueryAttention, LatentAttention, make_attention
-from slipstream.trainer.model.delta_net import GatedDeltaNet
-from slipstream.trainer.model.dense_mlp import DenseMlp
-from slipstream.trainer.model.flash_attention import KeptAttention
+from slipstream.trainer.model.attention.flash_attention import KeptAttention
+from slipstream.trainer.model.attention.kinds import make_attention
+from slipstream.trainer.model.attention.part import Attention
+from slipstream.trainer.model.build import Build
+from slipstream.trainer.model.feed_forward import FED, FLIPPED, IDS, ROUTED, FeedForward, make_feed_forward
 from slipstream.trainer.model.forward import Forward, Place
-from slipstream.trainer.model.host_activations import HostLayer, HostPass, HostPool
+from slipstream.trainer.model.host_activations import HostLayer, HostPass
 from slipstream.trainer.model.norm import RMSNorm
-from slipstream.trainer.model.operations import KEEP_GATE_UP, ROUTES, SUM, Operation, Part
+from slipstream.trainer.model.operations import KEEP_GATE_UP, ROUTES, SUM, Operation, Part, norm_of
 from slipstream.trainer.model.packed_sequences import PackedSequences
-from slipstream.trainer.moe.bank import UnpackBuffers
 from slipstream.trainer.moe.block import MoeBlock
-from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.replay import LayerRoutes, RecordedRoutes
-from slipstream.trainer.moe.router import Router
-from slipstream.trainer.parallel import ParallelLayout
 from slipstream.trainer.recompute import Recomputed
 
 STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "next_sum"
@@ -45,54 +37,6 @@ STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "
 NORMED, DELTA, AFTER = "input_layernorm", "self_attn.o_proj", "post_attention_layernorm"
 BEFORE_FED, AFTER_FED = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 """What layers have that norm their halves, in which AFTER norms what attention gives."""
-BEFORE_EXPERTS, AFTER_DENSE, AFTER_EXPERTS = NORMS_BESIDE_DENSE
-WEIGHTS, IDS, FLIPPED = "mlp.topk_weights", "mlp.topk_ids", "mlp.num_flipped"
-ROUTED, SHARED, FED = "mlp.experts", "mlp.shared_experts", "mlp"
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """What every layer's constructor needs to know."""
-
-    spec: ModelSpec
-    compute_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    lora: LoraConfig | None
-    attention_backends: Sequence[AttentionBackend]
-    """One per layer."""
-    checkpointing: bool
-    gate_up_kept: float
-    """Share of the expert layers that keep the product of gate and up although they are recomputed."""
-    numerics: Roundings
-    layout: ParallelLayout
-    unpacked: UnpackBuffers
-    """Buffers into which all layers unpack their packed experts."""
-    by: Forward
-    """What computes the decoder."""
-    host: HostPool | None
-    """Where layers keep what their backward needs."""
-
-    def dense_mlp(self, width: int) -> DenseMlp:
-        """A feed-forward for all tokens."""
-        return DenseMlp(
-            self.spec.hidden_size,
-            width,
-            weight_dtype=self.weight_dtype,
-            lora=None if self.lora is None else self.lora.for_mlp,
-            activates_once=self.numerics.dense_activation is Rounding.once,
-            has_gelu=self.spec.has_gelu,
-        )
-
-    def norm(self) -> RMSNorm:
-        """A norm of the residual stream."""
-        return RMSNorm(
-            self.spec.hidden_size,
-            eps=self.spec.rms_norm_eps,
-            weight_dtype=self.weight_dtype,
-            rounding=self.numerics.norm,
-            adds_one=self.spec.norms_add_one,
-            sums_alone=self.spec.scales_layers,
-        )
 
 
 @dataclass(slots=True)
@@ -143,65 +87,52 @@ class DecoderLayer(nn.Module):
         spec = build.spec
         self.checkpointing = build.checkpointing
         self.input_layernorm = build.norm()
-        self._attention_name = spec.attention_name(layer)
-        attention = make_attention(
-            spec,
-            layer,
-            weight_dtype=build.weight_dtype,
-            lora=None if build.lora is None else build.lora.for_attention,
-            backend=build.attention_backends[layer],
-            numerics=build.numerics,
-        )
-        self.add_module(self._attention_name, attention)
+        own = spec.attentions[layer]
+        self._attention_name = own.name
+        self.add_module(own.name, make_attention(build, layer))
         self.post_attention_layernorm = build.norm()
         self.adds = (AFTER, AFTER_FED) if spec.norms_halves else (DELTA, FED)
         """What the stream adds, by name."""
         if spec.norms_halves:
             self.pre_feedforward_layernorm, self.post_feedforward_layernorm = build.norm(), build.norm()
-        windows = spec.attention.windows if isinstance(spec.attention, GqaSpec) else ()
-        self.rope = int(spec.local_rope is not None and windows[layer] is not None)
+        self.rope = spec.ropes.index(own.rope)
         """Which of Decoder.ropes turns its heads."""
-        block = _moe_block(build, layer) if spec.is_moe_layer(layer) else None
-        self.is_beside = block is not None and block.gate.moe.is_beside_dense
-        """Whether the layer has both, a dense feed-forward and experts."""
-        self.mlp = build.dense_mlp(spec.intermediate_size) if block is None or self.is_beside else block
-        if self.is_beside:
-            self.add_module(BESIDE_DENSE, block)
-            for name in NORMS_BESIDE_DENSE:
-                self.add_module(name, build.norm())
-        self.layer_scalar = nn.Parameter(torch.empty(1, dtype=build.weight_dtype)) if spec.scales_layers else None
+        normed = BEFORE_FED if spec.norms_halves else AFTER
+        feed_forward = make_feed_forward(self, build, layer, normed, MIDDLE)
+        self.layer_scalar: nn.Parameter | None = None
+        if spec.scales_layers:  # transformers has it as a buffer
+            self.layer_scalar = nn.Parameter(torch.empty(1, dtype=build.weight_dtype), requires_grad=False)
+        self.has_experts = spec.is_moe_layer(layer)
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
         self.keeps_gate_up = is_in_share(self.moe_index, build.gate_up_kept)
-        self.parts = self._parts()
+        self.parts = self._parts(normed, feed_forward)
         self._whole = Recomputed(list(self.children()))
 
-    def _parts(self) -> list[Part]:
-        """The layer's operations, in their order."""
-        norm, after, o_proj = self.input_layernorm, self.middle_norm, self.attention.o_proj
-        delta, fed_name = self.adds
-        first = self.attention.operations(NORMED, "self_attn.")
+    def _parts(self, normed: str, feed_forward: FeedForward) -> list[Part]:
+        """The layer's operations, in their order. `normed` names the stream that the feed-forward reads."""
+        norm, after, output = self.input_layernorm, self.middle_norm, self.attention.output
         heads = f"self_attn.{self.attention.gives}"
-        attention = [Operation(NORMED, (STREAM, SUM), (NORMED,), lambda at, *x: (at.by.norm(norm, *x),)), *first]
-        projection = [Operation(DELTA, (heads,), (DELTA,), lambda at, x: (at.by.output(o_proj, x),))]
-        rest, gives, normed = [], [MIDDLE], AFTER
-        owners: list[nn.Module] = [after]
+        attention = [Operation(NORMED, (STREAM, SUM), (NORMED,), lambda at, *x: (at.by.norm(norm, *x),))]
+        attention += self.attention.operations(NORMED, "self_attn.")
+        projection = [Operation(DELTA, (heads,), (DELTA,), lambda at, x: (at.by.output(output, x),))]
+        rest, last, fed = [], [*feed_forward.last], feed_forward.fed
+        owners: list[nn.Module] = [after, *feed_forward.owners]
+        delta, fed_name = self.adds
         if delta != DELTA:
-            rest, normed = [self._norms(delta, DELTA)], BEFORE_FED
-            gives.append(delta)
-            owners += [self.post_attention_layernorm, self.post_feedforward_layernorm]
+            rest.append(norm_of(delta, self.post_attention_layernorm, DELTA))
+            owners.append(self.post_attention_layernorm)
         rest.append(Operation(normed, (STREAM, delta), (MIDDLE, normed), lambda at, *x: at.by.add_norm(after, *x)))
-        last, fed, mlp = [], [fed_name], self.mlp
-        if isinstance(mlp, DenseMlp):
-            rest.append(Operation(FED, (normed,), (FED,), lambda at, x: (at.by.feed_forward(mlp, x),)))
-            owners.append(mlp)
-        if (block := self.block) is not None:
-            last, fed = self._with_experts(block, rest, gives, owners)
-        else:
-            rest += [] if fed_name == FED else [self._norms(fed_name, FED)]
-            gives.append(fed_name)
+        rest += feed_forward.first
+        if fed_name != FED:
+            (last or rest).append(norm_of(fed_name, self.post_feedforward_layernorm, *fed))
+            owners += [] if last else [self.post_feedforward_layernorm]
+            fed = [fed_name]
         ends, outs = (STREAM, delta, MIDDLE, *fed), (NEXT_STREAM, NEXT_SUM)
         layer = weakref.proxy(self)  # held by its own operations, a forgotten layer would wait for the collector
-        last.append(Operation("residual", ends, outs, lambda at, *x: layer.add(at.by, *x)))
+        summed = feed_forward.block if ROUTED in fed else None
+        last.append(Operation("residual", ends, outs, lambda at, *x: layer.add(at.by, summed, *x)))
+        made, taken = ({name for one in rest for name in one.outputs}, [name for one in last for name in one.inputs])
+        gives = [name for name in dict.fromkeys((*taken, FLIPPED)) if name in made]
         return [
             Part(attention, [heads], [norm, self.attention], waits=True),
             Part(projection, [DELTA], waits=True),
@@ -209,38 +140,10 @@ class DecoderLayer(nn.Module):
             Part(last, outs, waits=False),
         ]
 
-    def _with_experts(
-        self, block: MoeBlock, rest: list[Operation], gives: list[str], owners: list[nn.Module]
-    ) -> tuple[list[Operation], list[str]]:
-        """Add the choice of experts to `rest`, and what it gives and whose parameters it reads; the operations of the
-        experts, and what of them the stream adds."""
-        reads, routed_by = (BEFORE_EXPERTS, MIDDLE) if self.is_beside else (AFTER, AFTER)
-        chosen, fed = (WEIGHTS, IDS, FLIPPED), [ROUTED]
-        gives += [reads, *chosen]
-        owners += block.owners_of_routing
-        rest.append(Operation("mlp.gate", (routed_by, ROUTES), chosen, lambda at, *x: at.by.route(block, *x)))
-        routed = (reads, WEIGHTS, IDS, KEEP_GATE_UP)
-        last = [Operation(ROUTED, routed, (ROUTED,), lambda at, *x: (at.by.experts(block, *x, at),))]
-        if block.shared:
-            rest.append(Operation(SHARED, (AFTER,), (SHARED,), lambda at, x: (at.by.shared_experts(block, x),)))
-            gives.append(SHARED)
-            fed = [ROUTED, SHARED]
-        if self.is_beside:
-            rest += [self._norms(AFTER_DENSE, FED), self._norms(BEFORE_EXPERTS, MIDDLE)]
-            gives.append(AFTER_DENSE)
-            owners += [self.get_submodule(name) for name in (AFTER_DENSE, BEFORE_EXPERTS)]
-            last += [self._norms(AFTER_EXPERTS, ROUTED), self._norms(AFTER_FED, AFTER_DENSE, AFTER_EXPERTS)]
-            fed = [AFTER_FED]
-        return last, fed
-
-    def _norms(self, name: str, *addends: str) -> Operation:
-        """The norm of this name, of one value or of the sum of two."""
-        norm = cast("RMSNorm", self.get_submodule(name))
-        return Operation(name, addends, (name,), lambda at, x, *more: (at.by.norm(norm, x + more[0] if more else x),))
-
-    def add(self, by: Forward, *addends: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stream at the layer's end; and before it was rounded, if the next norm reads that."""
-        out_TH, sum_TH = by.add(self.mlp, *addends, once=self.middle_norm.fuses_sum)
+    def add(self, by: Forward, summed: MoeBlock | None, *addends: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream at the layer's end; and before it was rounded, if the next norm reads that. `summed`: the experts
+        whose sum is among the addends."""
+        out_TH, sum_TH = by.add(summed, *addends, once=self.middle_norm.fuses_sum)
         return self.scaled(out_TH), sum_TH
 
     def scaled(self, x_TH: Tensor) -> Tensor:
@@ -248,15 +151,14 @@ class DecoderLayer(nn.Module):
         return x_TH if self.layer_scalar is None else x_TH * self.layer_scalar.to(x_TH.dtype)
 
     @property
-    def attention(self) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:
+    def attention(self) -> Attention:
         """Under its name in the checkpoint, which says its kind."""
-        return cast("GroupedQueryAttention | LatentAttention | GatedDeltaNet", self.get_submodule(self._attention_name))
+        return cast("Attention", self.get_submodule(self._attention_name))
 
     @property
     def block(self) -> MoeBlock | None:
         """The experts and their router, if the layer has any."""
-        block = self.get_submodule(BESIDE_DENSE) if self.is_beside else self.mlp
-        return block if isinstance(block, MoeBlock) else None
+        return next((one for one in self.children() if isinstance(one, MoeBlock)), None)
 
     @property
     def middle_norm(self) -> RMSNorm:
@@ -277,7 +179,7 @@ class DecoderLayer(nn.Module):
             out_TH, sum_TH = self._values_from(run, run.by.gradients_by, known)
             run.sum_TH = None if sum_TH is None else sum_TH.detach()
             return out_TH
-        routes = None if self.block is None else run.routes
+        routes = run.routes if self.has_experts else None
         if routes is not None:
             known[ROUTES] = routes.of_layer(self.moe_index)
         if is_recomputed and self.keeps_gate_up:
@@ -333,40 +235,3 @@ def is_in_share(index: int, share: float) -> bool:
 
 def _stays_on_device(_: Tensor) -> None:
     """Instead of HostLayer.move."""
-
-
-def _moe_block(build: Build, layer: int) -> MoeBlock:
-    spec, moe, layout = build.spec, build.spec.moe, build.layout
-    assert moe is not None
-    shares = layout.expert_shares(moe.num_experts, layer)
-    own = shares[layout.ep_rank]
-    experts = Experts(
-        hidden_size=spec.hidden_size,
-        intermediate_size=moe.intermediate_size,
-        first_expert=own.start,
-        num_local_experts=len(own),
-        compute_dtype=build.compute_dtype,
-        weight_dtype=build.weight_dtype,
-        lora=None if build.lora is None else build.lora.for_experts,
-        device=layout.device,
-        activation=replace(moe.activation, rounds_each=build.numerics.expert_activation is Rounding.each),
-        has_bias=moe.is_fused,
-        combine_mode=build.numerics.combine,
-        expert_format=moe.expert_format,
-        unpacked=build.unpacked,
-    )
-    router = Router(
-        moe, spec.hidden_size, weight_dtype=build.weight_dtype, numerics=build.numerics, norm_eps=spec.rms_norm_eps
-    )
-    shared = build.dense_mlp(moe.shared_intermediate_size) if moe.shared_intermediate_size else None
-    gate = Linear(spec.hidden_size, 1, weight_dtype=build.weight_dtype, lora=None) if moe.has_shared_gate else None
-    return MoeBlock(
-        router,
-        experts,
-        num_experts=moe.num_experts,
-        ep_group=layout.ep_group,
-        shares=[len(share) for share in shares],
-        shared=shared,
-        shared_gate=gate,
-        shared_name=moe.names.shared,
-    )

@@ -41,6 +41,11 @@ class Operation:
     """Its outputs are parts of its input: no engine returns them."""
 
 
+def norm_of(name: str, norm: nn.Module, *addends: str) -> Operation:
+    """The norm of this name, of one value or of the sum of two."""
+    return Operation(name, addends, (name,), lambda at, x, *more: (at.by.norm(norm, x + more[0] if more else x),))
+
+
 class Part:
     """Neighbouring operations of a layer, which are recomputed together if at all.
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.conf.architecture.attention_spec import (
+from slipstream.conf.architecture.rope_spec import (
     LinearScaling,
     Llama3Scaling,
     ProportionalScaling,

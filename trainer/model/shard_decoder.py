@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from slipstream.conf.architecture.model_spec import stays_frozen
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.moe.experts import Experts
@@ -84,23 +83,18 @@ def fits_whole(decoder: Decoder, layout: ParallelLayout) -> bool:
 
 
 def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
-    """Parameters that every rank holds whole: vectors that stay frozen (all of the base's in LoRA mode, layers' factors
-    and routers' float32 correction biases in any).
+    """Parameters that every rank holds whole: frozen vectors (all of the base's in LoRA mode, layers' factors and
+    routers' float32 correction biases in any).
 
     A norm sharded over 256 ranks would be shards of a few bytes, each a separate write to every engine rank. Frozen
     vectors never change, so the ranks' copies stay equal. Correction biases are float32 in any mode: FSDP2 would gather
     them in the compute dtype, and bfloat16 moves tokens to other experts.
     """
     experts = _expert_parameter_ids(decoder)
-    trained = [name for name, parameter in decoder.named_parameters() if parameter.requires_grad]
-    has_frozen_base = all("lora_" in name.rpartition(".")[2] for name in trained)
     return {
         parameter
-        for name, parameter in decoder.named_parameters()
-        if not parameter.requires_grad
-        and id(parameter) not in experts
-        and parameter.dim() == 1
-        and (has_frozen_base or stays_frozen(name))
+        for parameter in decoder.parameters()
+        if not parameter.requires_grad and id(parameter) not in experts and parameter.dim() == 1
     }
 
 

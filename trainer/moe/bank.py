@@ -17,7 +17,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor, nn
 
-from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.trainer.kernels.experts.dequant import GROUP, dequantize_int4, dequantize_mxfp4
 
 

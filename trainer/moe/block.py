@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.conf.architecture.model_spec import SHARED_GATE
+from slipstream.conf.architecture.moe_spec import SHARED_GATE
 from slipstream.trainer.moe.dispatch import Dispatch, plan_dispatch
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.gathered import Gathered, gathers, plan_gathered

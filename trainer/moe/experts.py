@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.conf.architecture.activation import SWIGLU, ExpertActivation
-from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.conf.schema import CombineMode, LoraConfig
 from slipstream.trainer.lora import Adapted, adapter_dtype
 from slipstream.trainer.moe.bank import PackedBank, UnpackBuffers

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from slipstream.conf.architecture.model_spec import MoeSpec, RouterScore
+from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
 from slipstream.conf.schema import Roundings, RoutedScale, RouterFormat, RouterLogits
 from slipstream.trainer.kernels.experts.route import route, weigh
 from slipstream.trainer.moe.replay import LayerRoutes
@@ -65,7 +65,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=weight_dtype))
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.score is RouterScore.sigmoid:
-            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
+            self.e_score_correction_bias = nn.Parameter(
+                torch.empty(moe.num_experts, dtype=torch.float32), requires_grad=False
+            )
         self.bias: nn.Parameter | None = None
         if moe.has_router_bias:
             self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=weight_dtype))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.conf.architecture.model_spec import MoeSpec
+from slipstream.conf.architecture.moe_spec import MoeSpec
 from slipstream.trainer.types import Sample
 
 

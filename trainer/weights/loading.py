@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipstream.conf.architecture.model_spec import LAYER_SCALAR, NORMS_BESIDE_DENSE, ModelSpec
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.tensors import Start
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Init, ModelConfig
 from slipstream.trainer.errors import CheckpointError
@@ -139,8 +140,7 @@ class RandomReader:
         device: torch.device | str,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
-        self._block_elements, self._adds_one = block_elements, spec.norms_add_one
-        self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
+        self._block_elements, self._parameters = block_elements, spec.parameters()
         self._seed, self._std, self._device = seed, std, torch.device(device)
 
     def names(self) -> None:
@@ -149,18 +149,14 @@ class RandomReader:
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """One rectangle, float32; packed experts in the stored format."""
-        if tensor.endswith("norm.weight") or tensor.split(".")[-2] in NORMS_BESIDE_DENSE:
-            is_zero = self._adds_one and ".linear_attn." not in tensor
-            return torch.full(region.shape, 0.0 if is_zero else 1.0, device=self._device)
-        if tensor.endswith((LAYER_SCALAR, "router.scale", "router.per_expert_scale")):
-            return torch.ones(region.shape, device=self._device)
-        if tensor.endswith((".bias", "_bias", ".A_log")):
-            return torch.zeros(region.shape, device=self._device)
-        if tensor.endswith("weight_shape"):
-            rows, columns = self._shapes[tensor.removesuffix("shape") + "packed"]
+        start_with = self._parameters[tensor].start
+        if start_with in (Start.ones, Start.zeros):
+            return torch.full(region.shape, float(start_with is Start.ones), device=self._device)
+        if start_with is Start.int4_shape:
+            rows, columns = self._parameters[tensor.removesuffix("shape") + "packed"].shape
             return torch.tensor([rows, columns * WEIGHTS_A_WORD])
-        draw = self._draw(tensor)
-        num_rows, *row_shape = self._shapes[tensor]
+        draw = self._draw(start_with)
+        num_rows, *row_shape = self._parameters[tensor].shape
         block_rows = max(1, self._block_elements // math.prod(row_shape))
         first, stop = region.start[0], region.stop[0]
         blocks: list[Tensor] = []
@@ -172,8 +168,8 @@ class RandomReader:
         rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         return rows[(slice(None), *columns)]
 
-    def _draw(self, tensor: str) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
-        """How a block of this tensor is drawn."""
+    def _draw(self, start: Start) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+        """How a block of a tensor is drawn."""
         device, std = self._device, self._std
         exponent = E8M0_BIAS + round(math.log2(std / E2M1_RMS)) if std > 0 else 0
 
@@ -193,8 +189,13 @@ class RandomReader:
         def exponents(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
             return torch.randint(max(exponent - 1, 0), exponent + 1, shape, generator=generator, device=device).byte()
 
-        kinds = {"weight_packed": words, "weight_scale": scales, "_proj_blocks": codes, "_proj_scales": exponents}
-        return next((draw for suffix, draw in kinds.items() if tensor.endswith(suffix)), normal)
+        return {
+            Start.normal: normal,
+            Start.int4_words: words,
+            Start.int4_scales: scales,
+            Start.mxfp4_blocks: codes,
+            Start.mxfp4_scales: exponents,
+        }[start]
 
 
 def open_reader(model: ModelConfig, spec: ModelSpec, *, seed: int, device: torch.device | str) -> TensorReader:

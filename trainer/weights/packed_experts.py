@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.trainer.errors import CheckpointError
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.weights.fused_experts import deinterleave

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.conf.architecture.model_spec import CheckpointNames
+from slipstream.conf.architecture.moe_spec import CheckpointNames
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router

@@ -17,7 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slipstream.conf.architecture.model_spec import BESIDE_DENSE, ModelSpec
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.moe_spec import BESIDE_DENSE
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonMapping, JsonObject, object_or_empty
 from slipstream.conf.schema import LoraConfig
@@ -72,7 +73,7 @@ class StoredAdapter:
 
     def kind_of(self, factor: str) -> Kind:
         """The kind of the module that a factor belongs to."""
-        if re.search(r"\.(self|linear)_attn\.", factor):
+        if re.search(r"\.\w+_attn\.", factor):
             return Kind.attention
         return Kind.experts if ".experts" in factor else Kind.mlp
 
@@ -298,24 +299,17 @@ def factor_shapes(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...
             add(f"{module}.{leaf}_proj", rank, *sides)
 
     hidden, moe = spec.hidden_size, spec.moe
-    for layer in range(spec.num_layers):
+    for layer, attention in enumerate(spec.attentions):
         prefix = f"model.layers.{layer}."
         if lora.for_attention is not None:
-            for linear in spec.attention_linears(layer):
-                rank = lora.for_attention.rank
-                add(
-                    f"{prefix}{spec.attention_name(layer)}.{linear.name}", rank, linear.out_features, linear.in_features
-                )
-        has_experts = moe is not None and moe.layers[layer]
-        if lora.for_mlp is not None and (moe is None or not has_experts or moe.is_beside_dense):
-            add_mlp(f"{prefix}mlp", lora.for_mlp.rank, spec.intermediate_size)
-        if moe is None or not has_experts:
-            continue
-        if lora.for_mlp is not None and moe.shared_intermediate_size:
-            add_mlp(f"{prefix}mlp.{moe.names.shared}", lora.for_mlp.rank, moe.shared_intermediate_size)
-        if lora.for_experts is not None:
-            rank, width = lora.for_experts.rank, moe.intermediate_size
-            bank = name_of_bank(f"{prefix}{BESIDE_DENSE if moe.is_beside_dense else 'mlp'}.experts")
+            for linear in attention.linears(hidden):
+                module = f"{prefix}{attention.name}.{linear.name}"
+                add(module, lora.for_attention.rank, linear.out_features, linear.in_features)
+        if lora.for_mlp is not None:
+            for module, width in spec.dense_mlps(layer).items():
+                add_mlp(prefix + module, lora.for_mlp.rank, width)
+        if lora.for_experts is not None and moe is not None and moe.layers[layer]:
+            rank, width, bank = lora.for_experts.rank, moe.intermediate_size, prefix + moe.bank
             add(f"{bank}.base_layer", rank, 2 * width, hidden, moe.num_experts)
             add(bank, rank, hidden, width, moe.num_experts)
     return shapes

@@ -32,7 +32,7 @@ class MergeOperands:
     first_column: int = 0
     """The column of A that belongs to base's first column."""
     key: int | None = None
-    """Of the parameter's thresholds (rounding.py). None: values are rounded to nearest."""
+    """Values are rounded by the thresholds of the parameter with this key (rounding.py). None: to nearest."""
     stack_row: int = 0
     """Index of the first row under a[0], counted through the parameter over all ranks."""
 

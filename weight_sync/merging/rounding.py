@@ -25,7 +25,7 @@ KEY_BITS = 31
 """Positive as int32, as which Triton passes it."""
 ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
 MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)
-"""Of MurmurHash3's finalizer (Appleby, public domain), which every input bit passes through."""
+"""MurmurHash3's finalizer (Appleby, public domain) multiplies by these, so that every input bit changes the output."""
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""

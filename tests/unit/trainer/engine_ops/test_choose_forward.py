@@ -63,8 +63,8 @@ def test_the_engines_kernel_computes_every_layers_attention(config: dict[str, ob
 
 def test_a_recomputed_layer_takes_the_kept_values() -> None:
     """Checkpointing does not call the kernel again: what backward starts from are the first call's values."""
-    from slipstream.trainer.model.attend import AttentionBackend, attend
-    from slipstream.trainer.model.flash_attention import KeptAttention
+    from slipstream.trainer.model.attention.attend import AttentionBackend, attend
+    from slipstream.trainer.model.attention.flash_attention import KeptAttention
 
     q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, 3, 7]), 7, CPU)
@@ -106,13 +106,13 @@ def test_each_reason_is_told(change: dict[str, object], dtype: torch.dtype, majo
     """The last one is of a machine whose vLLM has no kernels for GPUs."""
     if torch.cuda.is_available() and reason.startswith("vLLM"):
         pytest.skip("this machine's vLLM has kernels for GPUs")
-    told = refusal_of_engine_attention((major, 0), dtype, read_config({**DENSE, **change}).attention)
+    told = refusal_of_engine_attention((major, 0), dtype, read_config({**DENSE, **change}).attentions[0])
     assert told is not None and reason in told
 
 
 def test_log_sums_are_cut_out_as_the_rows_they_belong_to() -> None:
     """For cuDNN, which takes sequences of one length at a time; zeros where it pads."""
-    from slipstream.trainer.model.flash_attention import cut_out, cut_out_log_sums, runs_of_equal_length
+    from slipstream.trainer.model.attention.flash_attention import cut_out, cut_out_log_sums, runs_of_equal_length
 
     starts = (0, 130, 260, 260, 300)
     rows = torch.randn(300, 4)

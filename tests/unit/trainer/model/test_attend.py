@@ -1,4 +1,4 @@
-"""Promises of trainer/model/attend.py and flash_attention.py: how long sequences are cut out and put back.
+"""Promises of trainer/model/attention/attend.py and flash_attention.py: how long sequences are cut out and put back.
 
 Kernels run in tests/gpu.
 """
@@ -10,8 +10,8 @@ import pytest
 import torch
 from cases.tiny_models import LENGTHS, packed, relative_error
 
-from slipstream.trainer.model.attend import AttentionBackend, attend, refusal_of
-from slipstream.trainer.model.flash_attention import (
+from slipstream.trainer.model.attention.attend import AttentionBackend, attend, refusal_of
+from slipstream.trainer.model.attention.flash_attention import (
     KeptAttention,
     cut_out,
     padded_length,

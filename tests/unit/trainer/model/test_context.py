@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
-from slipstream.trainer.model.attend import AttentionBackend, attend
+from slipstream.trainer.model.attention.attend import AttentionBackend, attend
 from slipstream.trainer.model.context import Piece, _laid_out, pieces_of_rank
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.step.microbatches import pack

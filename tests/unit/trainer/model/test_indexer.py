@@ -1,12 +1,12 @@
-"""Promise of trainer/model/indexer.py: attention to the chosen keys alone, in blocks of which little is kept."""
+"""Promise of attention/indexer.py: attention to the chosen keys alone, in blocks of which little is kept."""
 
 import pytest
 import torch
 from cases.tiny_models import relative_error
 
-from slipstream.trainer.model import indexer
-from slipstream.trainer.model.attend import AttentionBackend
-from slipstream.trainer.model.indexer import Indexed, attend_chosen, chosen_keys, sparse_attention
+from slipstream.trainer.model.attention import indexer
+from slipstream.trainer.model.attention.attend import AttentionBackend
+from slipstream.trainer.model.attention.indexer import Indexed, attend_chosen, chosen_keys, sparse_attention
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
 LENGTHS = (3, 17, 1, 9)

@@ -43,7 +43,7 @@ from cases.tiny_models import (
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Activations, MlaNormEps, TrainMode
 from slipstream.trainer.kernels import delta_rule
-from slipstream.trainer.model import delta_net
+from slipstream.trainer.model.attention import delta_net
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
 CONFIGS = {

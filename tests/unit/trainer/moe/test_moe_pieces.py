@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases.tiny_models import AS_TRANSFORMERS
 
-from slipstream.conf.architecture.model_spec import MoeSpec, RouterScore
+from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
 from slipstream.conf.schema import Roundings, RoutedScale, RouterLogits
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.moe.dispatch import plan_dispatch

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases.moe_cases import make_experts, run
 
-from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.trainer.kernels.experts.dequant import GROUP
 from slipstream.trainer.moe.bank import Towards, UnpackBuffers
 from slipstream.trainer.moe.experts import Experts

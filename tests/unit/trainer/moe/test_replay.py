@@ -33,7 +33,7 @@ from cases.tiny_models import (
 )
 from torch import Tensor, nn
 
-from slipstream.conf.architecture.model_spec import MoeSpec, RouterScore
+from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
 from slipstream.conf.schema import Activations, MlaNormEps, TrainMode
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.replay import RecordedRoutes

@@ -9,7 +9,7 @@ from cases.rank_helpers import VOCAB, are_equal, count, fill_adapters, make_rank
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from slipstream.conf.architecture.model_spec import MoeSpec
+from slipstream.conf.architecture.moe_spec import MoeSpec
 from slipstream.conf.schema import AlgorithmConfig, Normalization, ParityConfig, TrainerConfig, TrainMode
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.rank import TrainerRank

@@ -4,12 +4,11 @@ named."""
 import hashlib
 import json
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
+from cases.tiny_models import DEEPSEEK, DENSE, MIXED, QWEN3_NEXT, SpreadReader, make_decoder
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
@@ -168,12 +167,14 @@ def test_an_element_of_a_fresh_adapter_is_splitmix64_of_its_key_and_index():
 
 def test_random_norms_change_nothing_in_whichever_way_a_family_writes_them():
     """1, or 0 where one is added to it; linear attention's own norms have none added."""
-    spec: Any = SimpleNamespace(checkpoint_tensors=lambda dtype: [], norms_add_one=True)
-    own, others = "model.layers.0.linear_attn.norm.weight", "model.norm.weight"
-    for adds_one, values in ((True, (1.0, 0.0)), (False, (1.0, 1.0))):
-        spec.norms_add_one = adds_one
+    for config, expected in ((QWEN3_NEXT, {"linear_attn.norm": 1.0, "norm": 0.0}), (DENSE, {"norm": 1.0})):
+        spec = read_config(config)
         reader = RandomReader(spec, seed=0, std=1.0, device="cpu")
-        assert tuple(float(reader.read(name, Region((0,), (3,))).unique()) for name in (own, others)) == values
+        norms = {name: one.shape for name, one in spec.parameters().items() if name.endswith("norm.weight")}
+        assert len(norms) > 2 * spec.num_layers
+        for name, shape in norms.items():
+            kind = next(kind for kind in expected if name.endswith(f"{kind}.weight"))
+            assert set(reader.read(name, Region((0,), shape)).tolist()) == {expected[kind]}, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -34,7 +34,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import (
     AlgorithmConfig,
     DType,
@@ -43,7 +42,6 @@ from slipstream.conf.schema import (
     Objective,
     OptimConfig,
     OptimState,
-    TrainMode,
 )
 from slipstream.trainer.adapter_io import save_adapter, save_merged
 from slipstream.trainer.delivery.adapter_source import AdapterSource
@@ -330,8 +328,6 @@ def test_adapters_beside_packed_experts_have_the_names_and_shapes_of_those_besid
     assert any(".experts." in meta.name for meta in packed_source.layout().tensors)
 
 
-def test_full_training_of_packed_experts_is_refused():
-    with pytest.raises(ConfigError, match=r"trainer.mode=full cannot train int4 experts; set trainer.mode=lora"):
-        make_decoder(KIMI_INT4, trainer_config(TrainMode.full))
+def test_packed_experts_are_not_saved_merged():
     with pytest.raises(CheckpointError, match="serve it beside the packed base"):
         save_merged(make_decoder(KIMI_INT4), "unused", KIMI_INT4)

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.conf.architecture.attention_spec import DeltaNetSpec
-from slipstream.conf.schema import Rounding, Roundings
+from slipstream.conf.architecture.delta_net_spec import DeltaNetSpec
+from slipstream.conf.schema import Rounding
 from slipstream.trainer.kernels import delta_rule
-from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.attention.part import Attention
+from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
@@ -32,40 +33,27 @@ class Vector(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Attention):
     """Linear attention with a state per value head."""
 
-    out_proj: Linear
+    output_name = "out_proj"
 
-    def __init__(
-        self, spec: DeltaNetSpec, eps: float, linears: dict[str, Linear], weight_dtype: torch.dtype, numerics: Roundings
-    ) -> None:
-        super().__init__()
-        self.spec, self.eps, self.once = spec, eps, numerics.norm is Rounding.once
-        self.inputs = [name for name in linears if name.startswith("in_proj_")]
-        for name, linear in linears.items():
-            self.add_module(name, linear)
-        shapes = spec.others()
-        self.conv1d = Vector(shapes["conv1d.weight"], weight_dtype)
-        self.dt_bias = nn.Parameter(torch.empty(shapes["dt_bias"], dtype=weight_dtype))
-        self.A_log = nn.Parameter(torch.empty(shapes["A_log"], dtype=torch.float32))  # as engines have it
-        self.norm = Vector(shapes["norm.weight"], weight_dtype)
-
-    gives = "attn"
-    """What the heads' projection takes."""
-
-    @property
-    def o_proj(self) -> Linear:
-        """The heads' projection, under the name that it has in other attentions."""
-        return self.out_proj
+    def __init__(self, own: DeltaNetSpec, build: Build) -> None:
+        super().__init__(own, build)
+        self.spec, self.eps, self.once = own, build.spec.rms_norm_eps, build.numerics.norm is Rounding.once
+        self.inputs = [name for name in self._modules if name.startswith("in_proj_")]
+        others, dtype = own.others(build.spec.hidden_size), build.weight_dtype
+        self.conv1d = Vector(others["conv1d.weight"].shape, dtype)
+        self.dt_bias = nn.Parameter(torch.empty(others["dt_bias"].shape, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(others["A_log"].shape, dtype=torch.float32))  # as engines have it
+        self.norm = Vector(others["norm.weight"].shape, dtype)
 
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
-        """From the norm of the stream, named x, to what `gives` names."""
         names = tuple(f"{prefix}{name}" for name in self.inputs)
         inputs: Any = [self.get_submodule(name) for name in self.inputs]
         yield Operation(f"{prefix}in_proj", (x,), names, lambda at, x: at.by.linears(inputs, x))
         out = f"{prefix}attn"
-        yield Operation(out, names, (out,), lambda at, *given: (at.by.attend_linear(self, given, at),))
+        yield Operation(out, names, (out,), lambda at, *given: (self.heads(given, at.sequences),))
 
     def heads(self, projected: Sequence[Tensor], sequences: PackedSequences) -> Tensor:
         """[T, N * V], what out_proj takes, of what the projections of the input give."""

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
-from slipstream.trainer.model.engine_attention import EngineKernel, engine_attention
-from slipstream.trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
+from slipstream.trainer.model.attention.engine_attention import EngineKernel, engine_attention
+from slipstream.trainer.model.attention.flash_attention import KeptAttention, cudnn_attention, varlen_attention
 from slipstream.trainer.model.packed_sequences import LONG, PackedSequences
 
 logger = logging.getLogger(__name__)
@@ -52,13 +52,11 @@ def choose_attention_backend(
     head_dim that is a multiple of 8 up to 256. Otherwise padded."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return AttentionBackend.padded
-    if isinstance(attention, GqaSpec) and attention.sinks:
+    if attention.sinks:
         return AttentionBackend.flex
     if not torch.backends.cuda.is_flash_attention_available():
         return AttentionBackend.padded
-    value_dim = attention.v_head_dim if isinstance(attention, MlaSpec) else attention.head_dim
-    kv_heads = attention.num_heads if isinstance(attention, MlaSpec) else attention.num_kv_heads
-    heads = (attention.num_heads, kv_heads, attention.qk_head_dim, value_dim)
+    heads = (attention.num_heads, attention.num_kv_heads, attention.qk_head_dim, attention.v_head_dim)
     if heads[2:] in CUDNN_WIDTHS and _cudnn_takes(device, dtype, *heads):
         return AttentionBackend.cudnn
     fits = attention.qk_head_dim % 8 == 0 and attention.qk_head_dim <= 256

@@ -4,11 +4,12 @@
 
 Owns the indexer's module, and attention in sequences of more than top_k tokens. The first top_k queries of each see
 every key before them, by the kernels of any other attention (attend.py); so do all queries of shorter sequences, for
-which nothing here is called (forward.py). Later queries are computed in blocks, and computed again in backward, so that
+which nothing here is called (latent.py). Later queries are computed in blocks, and computed again in backward, so that
 memory grows with a block times the keys before it, never with the square of the length.
 
-Does not own a gradient: none passes the choice, and the indexer stays frozen (model_spec.stays_frozen). Numbers are not
-an engine's: vLLM rounds the indexer's queries and keys to FP8, here scores are float32 (docs/families.md).
+Does not own a gradient: none passes the choice, and the indexer stays frozen, because its own loss (DeepSeek's warm-up
+against the scores of attention) is not there. Numbers are not an engine's: vLLM rounds the indexer's queries and keys
+to FP8, here scores are float32 (docs/families.md).
 
 Shapes: T packed tokens, S queries of a block, K keys, N heads, D query/key head_dim, V value head_dim; I heads of the
 indexer, E their width, H hidden, Q width of the queries' latent.
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 
 from slipstream.conf.architecture.attention_spec import IndexerSpec
 from slipstream.trainer.kernels.rms_norm import rotate_torch
-from slipstream.trainer.lora import Linear
-from slipstream.trainer.model.attend import AttentionBackend, attend
+from slipstream.trainer.model.attention.attend import AttentionBackend, attend
+from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.recompute import Recomputed
 
@@ -47,14 +48,14 @@ class Indexed:
 class Indexer(nn.Module):
     """Its projections and the norm of its keys, under the checkpoint's names."""
 
-    def __init__(self, spec: IndexerSpec, hidden_size: int, q_lora_rank: int, weight_dtype: torch.dtype) -> None:
+    def __init__(self, spec: IndexerSpec, q_lora_rank: int, build: Build) -> None:
         super().__init__()
-        self.spec = spec
-        make = functools.partial(Linear, weight_dtype=weight_dtype, lora=None)
-        self.wq_b = make(q_lora_rank, spec.num_heads * spec.head_dim)
-        self.wk = make(hidden_size, spec.head_dim)
+        self.spec, hidden_size = spec, build.spec.hidden_size
+        self.wq_b = build.linear(q_lora_rank, spec.num_heads * spec.head_dim)
+        self.wk = build.linear(hidden_size, spec.head_dim)
         self.k_norm = nn.LayerNorm(spec.head_dim, eps=NORM_EPS, dtype=torch.float32)
-        self.weights_proj = make(hidden_size, spec.num_heads)
+        self.weights_proj = build.linear(hidden_size, spec.num_heads)
+        self.requires_grad_(False)
 
     @torch.no_grad()
     def forward(self, x_TH: Tensor, latent_TQ: Tensor, rope: tuple[Tensor, Tensor]) -> Indexed:

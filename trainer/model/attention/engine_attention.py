@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.trainer.model.flash_attention import KeptAttention, cudnn_gradients, cut_out_log_sums, varlen_gradients
+from slipstream.trainer.model.attention.flash_attention import (
+    KeptAttention,
+    cudnn_gradients,
+    cut_out_log_sums,
+    varlen_gradients,
+)
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
 

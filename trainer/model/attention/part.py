@@ -1,0 +1,46 @@
+"""Attention: what every kind of attention gives a layer. Kinds are in modules of their own; kinds.py chooses.
+
+Owns parameter names, which are the checkpoint's; the kind's spec lists their shapes (conf/architecture). Every
+projection is a Linear, so adapters, merging and publishing need not know the kind.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from slipstream.conf.architecture.attention_spec import AttentionSpec
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.attention.attend import AttentionBackend
+from slipstream.trainer.model.build import Build
+from slipstream.trainer.model.operations import Operation
+
+
+class Attention(nn.Module):
+    """One layer's attention: its parameters, and the order of its operations up to the heads' projection."""
+
+    gives = "attn"
+    """What the heads' projection takes, by its name below the attention."""
+    backend: AttentionBackend | None = None
+    """Kernel of the softmax; None: there is none."""
+    output_name = "o_proj"
+    """The heads' projection."""
+
+    def __init__(self, own: AttentionSpec, build: Build) -> None:
+        super().__init__()
+        lora = None if build.lora is None else build.lora.for_attention
+        for shape in own.linears(build.spec.hidden_size):
+            linear = Linear(
+                shape.in_features, shape.out_features, bias=shape.bias, weight_dtype=build.weight_dtype, lora=lora
+            )
+            self.add_module(shape.name, linear)
+
+    @property
+    def output(self) -> Linear:
+        """The heads' projection."""
+        linear = self.get_submodule(self.output_name)
+        assert isinstance(linear, Linear)
+        return linear
+
+    def operations(self, x: str, prefix: str) -> Iterator[Operation]:
+        """From the norm of the stream, named x, to what `gives` names."""
+        raise NotImplementedError
