@@ -1,8 +1,8 @@
 """Which rollout worker samples the next group, and what a request that fails costs.
 
 Owns: the choice of the least loaded replica, the deadline of a request, and the next try: a worker whose request failed
-leaves service, and its group is sampled again on another one; what a worker hands over that is told to go is sampled to
-its end on another one. Does not own: the state of a replica and who may serve
+leaves service, and its group is sampled again on another one; what a worker hands over that is told to go, or whose
+engine has died, is sampled to its end on another one. Does not own: the state of a replica and who may serve
 (supervisor), when a group is sampled (loop/sampler.py).
 Invariant: a request goes only to a replica that serves.
 """
@@ -17,6 +17,7 @@ from slipstream.fleet.errors import WaitTimeout
 from slipstream.fleet.replicas import Replica, ReplicaState
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.fleet.waiting import wait_for
+from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.weight_sync.errors import ReplicaDirty
 
@@ -78,8 +79,8 @@ class Router:
                 if is_serving and replica.num_updates == num_updates:
                     await self._supervisor.fail(replica, f"it committed the newest version, yet it refuses: {error}")
             except Exception as error:  # the boundary to another process
-                logger.debug("a group on %s failed", worker.name, exc_info=True)
-                self.num_failed_groups += 1
+                logger.debug("a group on %s failed: %s", worker.name, error, exc_info=not isinstance(error, EngineDied))
+                self.num_failed_groups += not any(one.token_ids for one in so_far)
                 if replica.worker is worker:  # otherwise its successor is up already, which did not fail
                     await self._supervisor.fail(replica, f"{type(error).__name__}: {error}")
             finally:

@@ -28,7 +28,7 @@ from slipstream.rollout.adapters.adapter_replica import AdapterReplica
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.base_replica import BaseReplica
 from slipstream.rollout.continuation import go_on_together
-from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.rollout.engine.engine import EngineWithSlots, is_gone
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, TokenizerError
 from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
 from slipstream.rollout.text.plain_text import load_tokenizer
@@ -236,7 +236,7 @@ class RolloutWorker:
         seed: int | None = None,
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt. A publish meanwhile freezes and resumes them or, depending on the pause
-        mode, starts them anew. hand_over() ends them as they stand, ABORTED.
+        mode, starts them anew. hand_over(), or the end of the engine's process, ends them as they stand, ABORTED.
 
         Args:
             n: Number of responses.
@@ -269,7 +269,8 @@ class RolloutWorker:
                 rollouts = await go_on_together(prompt.token_ids, so_far, sampling, seed, self.engine.generate_group)
             else:
                 rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
-            if self._is_going or not any(rollout.finish_reason == ABORTED for rollout in rollouts):
+            was_ended = any(rollout.finish_reason == ABORTED for rollout in rollouts)
+            if not was_ended or self._is_going or is_gone(self.engine):
                 return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
             if self.base.config.requests_in_flight is not PauseMode.abort:
                 raise EngineError(

@@ -77,8 +77,8 @@ class RolloutVerbs(Protocol):
         so_far: Sequence[Rollout] = (),
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise, from `version` where it is
-        kept. `so_far` is what another worker has sampled of them: the ABORTED ones go on. After hand_over(), responses
-        come back as they stand, ABORTED.
+        kept. `so_far` is what another worker has sampled of them: the ABORTED ones go on. After hand_over(), and
+        when the engine's process has ended meanwhile, responses come back as they stand, ABORTED.
         """
         ...
 

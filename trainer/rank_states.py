@@ -55,15 +55,11 @@ class RankStates:
         self._decoder, self._learner, self._control = decoder, learner, control
         self._writes, self._copies = BackgroundWrites(), HostCopies(device)
         self._kept = KeptStates(rank, options.sync_key, device)
-        num_bytes = self.num_bytes
+        self.num_bytes = num_bytes = sum(tensor.nbytes for tensor in learner.state_tensors().values())
+        """Size of this rank's state."""
         if rank == 0 and options.trainer.mode is TrainMode.lora:
             num_bytes += options.world_size * learner.num_bytes  # the whole adapter
         self._writes.begin(partial(self._copies.prepare, num_bytes))
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of this rank's state."""
-        return sum(tensor.nbytes for tensor in self._learner.state_tensors().values())
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter in PEFT's format."""

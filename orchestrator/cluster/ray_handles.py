@@ -147,7 +147,7 @@ class RayTrainerGroup:
                 self._cluster.dead |= dict.fromkeys(ranks.names, "does not answer")
             self._ranks = await self._rebirth.after(ranks, error)
             return True
-        return await self._rebirth.return_to(ranks) or set(versions) == {policy_version}
+        return await self._rebirth.return_to(ranks, has_it=set(versions) == {policy_version})
 
     async def warm_up(self, lengths: list[int], timeout_s: float) -> list[dict[str, float]]:
         """Try a made-up microbatch of sequences of these lengths (TrainerRank.warm_up)."""

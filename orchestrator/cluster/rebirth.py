@@ -230,15 +230,20 @@ class Rebirth:
         if not self._why_not:
             await self._keepers.of([str(facts["node"]) for facts in living.facts])
 
-    async def return_to(self, ranks: Ranks) -> bool:
-        """Take ranks back to the state of take_over(), if keepers have it; they are not started anew for that. Whether
-        they have it now.
+    async def return_to(self, ranks: Ranks, *, has_it: bool) -> bool:
+        """Take ranks back to the state of take_over(), if keepers have it; they are not started anew for that.
+
+        Args:
+            has_it: nothing has changed in them since.
+
+        Returns:
+            Whether they have it now.
         """
         number, keepers = await self._keepers.newest(len(ranks.actors), self._num_kept)
         if not self._why_not:
             await self.let_keep(ranks)
-        if not number or number != self._num_kept:
-            return False
+        if has_it or not number or number != self._num_kept:
+            return has_it
         await self._on_all(ranks, "load_kept", lambda rank: (keepers[rank], number), _READ_S)
         return True
 

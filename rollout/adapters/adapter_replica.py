@@ -31,7 +31,7 @@ from slipstream.rollout.adapters.kinds import kind_of, last_of_kind
 from slipstream.rollout.adapters.slot_leases import SlotTable
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.continuation import go_on
-from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.rollout.engine.engine import EngineWithSlots, is_gone
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, PROBE, Adapter, Rollout
@@ -80,13 +80,18 @@ class AdapterReplica:
         self._writing: int | None = None
         self._is_probed = False
         self.is_going = False
-        """Requests that are ended go on at another worker, as they are."""
+        """This worker was told to go."""
         self.num_evicted_requests = 0
         """Requests that ended because a publish needed their slot; they started anew or went on under a newer one."""
 
     @property
     def num_ranks(self) -> int:
         return len(self._ranks)
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether another worker goes on with requests that are ended, as they are."""
+        return self.is_going or is_gone(self._engine)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +120,7 @@ class AdapterReplica:
         for _ in range(0 if so_far else num_tries):
             with self._table.lease(version) as adapter:
                 rollouts = await self._engine.generate_group(token_ids, n, sampling, seed=seed, adapter=adapter)
-            is_evicted = [rollout.finish_reason == ABORTED and not self.is_going for rollout in rollouts]
+            is_evicted = [rollout.finish_reason == ABORTED and not self._hands_over for rollout in rollouts]
             self._count_evicted(sum(is_evicted))
             num_evictions = [before + more for before, more in zip(num_evictions, is_evicted, strict=True)]
             if not any(is_evicted):  # otherwise all start anew, so that siblings have one version
@@ -148,9 +153,9 @@ class AdapterReplica:
                 (part,) = await self._engine.generate_group(prompt, 1, rest, seed=own, adapter=adapter)
             return part
 
-        while so_far.finish_reason == ABORTED and not self.is_going:
+        while so_far.finish_reason == ABORTED and not self._hands_over:
             so_far = await go_on(token_ids, so_far, sampling, seed, sample)
-            is_evicted = so_far.finish_reason == ABORTED and not self.is_going
+            is_evicted = so_far.finish_reason == ABORTED and not self._hands_over
             self._count_evicted(is_evicted)
             so_far = replace(so_far, num_evictions=so_far.num_evictions + is_evicted)
         return so_far

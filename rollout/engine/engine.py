@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from slipstream.conf.schema import PauseMode, SamplingConfig
+from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.types import Adapter, Rollout
 
 CALL_TIMEOUT_S = 1800.0
@@ -131,3 +132,12 @@ class EngineWithSlots(Engine, Protocol):
     async def abort_version(self, version: int) -> None:
         """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""
         ...
+
+
+def is_gone(engine: Engine) -> bool:
+    """Whether it can sample no more."""
+    try:
+        engine.check()
+    except EngineDied:
+        return True
+    return False

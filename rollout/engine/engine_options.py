@@ -61,6 +61,9 @@ def engine_environment(device: Device) -> dict[str, str]:
             # Triton's own default. An engine that compiles its model sets another one, in that model's folder, and one
             # that finds its model compiled does not: it would compile kernels of experts and of the sampler again.
             "TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")),
+            # An engine that finds its model compiled loads the compiled parts alone, and does not split the graph again
+            # for them: 0.4 s instead of 10.6 for Qwen3-30B-A3B. vLLM's own default from PyTorch 2.12 on.
+            "VLLM_USE_MEGA_AOT_ARTIFACT": "1",
             # vLLM would thaw the imports, which are frozen, and collect among them several times while it captures.
             "VLLM_ENABLE_CUDAGRAPH_GC": "1",
         }

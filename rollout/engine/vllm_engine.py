@@ -185,17 +185,17 @@ class VllmEngine:
             adapter: Applied to all of them, from first token to last. The caller holds a lease on its slot.
 
         Returns:
-            Rollouts in order; finish_reason is "stop", "length", or ABORTED if a pause or abort_version() ended the
-            request.
+            Rollouts in order; finish_reason is "stop", "length", or ABORTED if a pause, abort_version() or the end of
+            the engine's process ended the request.
 
         Raises:
-            EngineDied: The process is gone.
+            EngineDied: The process was gone before.
             EngineError: vLLM refused the request or answered inconsistently.
         """
         seeds = [None if seed is None else seed + index for index in range(n)]
         tasks = [asyncio.create_task(self._generate(prompt_token_ids, sampling, own, adapter)) for own in seeds]
         try:
-            return await self.process.or_death(asyncio.gather(*tasks))
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:  # one failed, or the caller gave up: end the others inside the engine, too
                 task.cancel()
@@ -208,7 +208,11 @@ class VllmEngine:
         request_id = f"rollout-{next(self._request_numbers)}"
         stamps = self._stamps[request_id] = []
         try:
-            final = await self._run(prompt_token_ids, params, request_id, adapter)
+            final = await self.process.or_death(self._run(prompt_token_ids, params, request_id, adapter))
+        except EngineDied:
+            final = self.process.last_output(request_id)
+            if final is None:
+                raise
         finally:
             del self._stamps[request_id]
         return rollout_of(request_id, final, stamps, len(prompt_token_ids), self._routing)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device
@@ -291,6 +291,16 @@ class VllmProcess:
         said = "" if by_signal or self._output is None else last_error_in(self._output.read())
         last = f"; its last error: {said}" if said else ""
         return EngineDied(f"the engine's process {how}{last}; this rollout worker must be restarted")
+
+    def last_output(self, request_id: str) -> Any:
+        """What vLLM's client has of a request of an engine that is gone, as if it had been aborted; None: nothing."""
+        processor: Any = None if self.llm is None else self.llm.output_processor
+        names = [] if processor is None else processor.external_req_ids.get(request_id, [])
+        queues = [processor.request_states[name].queue for name in names]
+        if not queues:
+            return None
+        processor.abort_requests([request_id], internal=False)
+        return queues[0].get_nowait()
 
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""

@@ -28,7 +28,7 @@ from slipstream.rollout.branches import branches_of
 from slipstream.rollout.engine.start_failure import OutputSince
 from slipstream.rollout.engine.start_phase import CONFIG, phase_in
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.errors import EngineError, ReplicaNotServing
+from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
 from slipstream.rollout.in_vllm import vllm_patches
 from slipstream.rollout.in_vllm.logprob_rows import spread
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
@@ -342,17 +342,19 @@ async def test_a_flipped_bit_is_named_keeps_the_worker_out_and_is_healed_by_the_
     assert_sampled_by(setup, prompt(8), rollout)
 
 
+GREEDY = SamplingConfig(temperature=0, max_tokens=200, stop_at_eos=False)
+
+
 async def test_responses_that_are_handed_over_go_on_as_if_nothing_had_happened(setup: Setup) -> None:
     """Greedy tokens of a group that was ended on the way, and went on from there, are those of an undisturbed one."""
-    greedy = SamplingConfig(temperature=0, max_tokens=200, stop_at_eos=False)
-    undisturbed = await setup.worker.generate_group(prompt(11), 2, greedy)
-    group = await setup.start_long(prompt(11), 2, greedy)
+    undisturbed = await setup.worker.generate_group(prompt(11), 2, GREEDY)
+    group = await setup.start_long(prompt(11), 2, GREEDY)
     await setup.worker.hand_over()
     parts = await group
     assert [part.finish_reason for part in parts] == [ABORTED] * 2
     assert all(0 < len(part.token_ids) == len(part.logprobs) == len(part.policy_versions) < 200 for part in parts)
     setup.worker._is_going = False  # as another worker, which has the same weights, never was
-    whole = await setup.worker.generate_group(prompt(11), 2, greedy, None, parts)
+    whole = await setup.worker.generate_group(prompt(11), 2, GREEDY, None, parts)
     for one, other in zip(whole, undisturbed, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, "length")
         assert one.logprobs == pytest.approx(other.logprobs, abs=MAX_LOGPROB_ERROR)
@@ -366,6 +368,22 @@ async def test_a_request_that_the_engine_refuses_is_one_clear_error(setup: Setup
     await setup.worker.check()
     assert isinstance(setup.worker.engine, VllmEngine)
     assert not setup.worker.engine._stamps, "nothing is left in flight"
+
+
+async def test_what_an_engine_had_sampled_outlives_it(setup: Setup) -> None:
+    """From here on there is no engine."""
+    undisturbed = await setup.worker.generate_group(prompt(12), 2, GREEDY)
+    group = await setup.start_long(prompt(12), 2, GREEDY)
+    assert isinstance(setup.worker.engine, VllmEngine)
+    for process in setup.worker.engine.process.children:
+        process.kill()
+    for part, whole in zip(await group, undisturbed, strict=True):
+        num_tokens = len(part.token_ids)
+        assert (part.finish_reason, part.token_ids) == (ABORTED, whole.token_ids[:num_tokens]) and num_tokens > 0
+        assert part.logprobs == pytest.approx(whole.logprobs[:num_tokens], abs=MAX_LOGPROB_ERROR)
+        assert part.policy_versions == whole.policy_versions[:num_tokens]
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        await setup.worker.generate_group(prompt(12), 2, GREEDY)
 
 
 async def test_a_worker_that_was_stopped_leaves_no_socket_behind(setup: Setup):

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from slipstream.conf.schema import PauseMode, SamplingConfig
+from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.types import Rollout
 from slipstream.weight_sync.errors import IntegrityError
 from slipstream.weight_sync.layout import Binding, DestLayout, Param
@@ -33,6 +34,7 @@ class ModelEngine:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.is_prepared = False
         self.is_alive = False
+        self.is_killed = False
         self.is_running = True
         self.is_written = False
         """Whether the bytes of its weights may change."""
@@ -111,6 +113,10 @@ class ModelEngine:
             )
             for _ in range(n)
         ]
+
+    def check(self) -> None:
+        if self.is_killed:
+            raise EngineDied("the engine's process was ended by SIGKILL")
 
     async def abort_all(self) -> None:
         self.finish_reasons = ["abort"] * 9

@@ -85,7 +85,10 @@ class Float32Moments:
     def tensors(self) -> list[dict[str, Tensor]]:
         """See UpdateRule; zeros before the first update."""
         state = self._adamw.state
-        return [{key: state[p].get(key, torch.zeros_like(p)) for key in MOMENTS} for p in self._parameters]
+        return [
+            {key: state[p][key] if key in state[p] else torch.zeros_like(p) for key in MOMENTS}
+            for p in self._parameters
+        ]
 
     def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
         for parameter, moments in zip(self._parameters, tensors, strict=True):

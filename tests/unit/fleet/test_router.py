@@ -14,6 +14,7 @@ from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import KEEP_S, Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.files.timeline import Activities
+from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.weight_sync.errors import ReplicaDirty
 
@@ -133,6 +134,23 @@ async def test_a_response_that_is_handed_over_without_a_token_is_sampled_on_and_
     worker.generate_group = hands_over_twice  # type: ignore[method-assign]
     assert all(rollout.token_ids for rollout in await router.generate_group(PROMPT, 2))
     assert (router.num_handed_over, router.num_failed_groups) == (4, 0)
+
+
+async def test_a_group_of_which_tokens_outlive_their_engine_is_not_one_that_failed() -> None:
+    router, supervisor, (dying, other) = await routed(2)
+
+    async def dies(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
+        dying.generate_group = gone  # type: ignore[method-assign]
+        return [Rollout([5], [-1.0], [0], "", ABORTED)] * n
+
+    async def gone(*_: object) -> list[Rollout]:
+        raise EngineDied("the engine's process was ended by SIGKILL")
+
+    dying.generate_group = dies  # type: ignore[method-assign]
+    next(one for one in supervisor.roster.replicas.values() if one.worker is other).num_in_flight = 1
+    rollouts = await router.generate_group(PROMPT, 2)
+    assert [(one.token_ids[0], one.finish_reason) for one in rollouts] == [(5, "stop")] * 2
+    assert (router.num_handed_over, router.num_failed_groups) == (2, 0)
 
 
 async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> None:

@@ -345,6 +345,15 @@ async def test_an_abort_that_nobody_asked_for_is_an_error(tmp_path):
         await worker.generate_group(PROMPT, 1)
 
 
+@pytest.mark.parametrize("pause_mode", [PauseMode.keep, PauseMode.abort])
+async def test_what_an_engine_had_sampled_is_handed_over_when_it_dies(tmp_path: Path, pause_mode: PauseMode) -> None:
+    worker, engine = make(tmp_path, pause_mode=pause_mode)
+    await publish(worker, 3, 1)
+    engine.finish_reasons, engine.is_killed = [ABORTED], True
+    (rollout,) = await worker.generate_group(PROMPT, 1)
+    assert (rollout.token_ids, rollout.policy_versions, rollout.finish_reason) == ([7], [3], ABORTED)
+
+
 async def test_sampling_of_one_group_can_differ(tmp_path):
     worker, engine = make(tmp_path)
     await publish(worker, 0, 1)

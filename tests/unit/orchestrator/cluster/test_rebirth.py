@@ -327,6 +327,14 @@ async def test_another_controller_takes_living_ranks_back_to_the_step_that_has_a
 
 
 @pytest.mark.usefixtures("all_calls")
+async def test_ranks_that_still_have_the_step_that_has_a_row_read_nothing() -> None:
+    cast = Cast()
+    group = await AnotherController(cast, await steps(cast, 2)).group()
+    assert await group.return_to(2)
+    assert [call[0] for call in cast.lives[0][0].calls] == ["settle", "keep_states"]
+
+
+@pytest.mark.usefixtures("all_calls")
 async def test_of_a_rank_that_died_meanwhile_all_are_started_again() -> None:
     cast = Cast()
     group = await steps(cast, 2)

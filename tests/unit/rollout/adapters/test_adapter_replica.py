@@ -11,7 +11,7 @@ import pytest
 from slipstream.conf.schema import PauseMode, SamplingConfig, SyncMode, WeightSyncConfig
 from slipstream.rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
 from slipstream.rollout.adapters.kinds import kind_of
-from slipstream.rollout.errors import EngineError
+from slipstream.rollout.errors import EngineDied, EngineError
 from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, Adapter, Rollout, Routes
 from slipstream.weight_sync.layout import Binding, DestLayout, Param
@@ -28,8 +28,13 @@ class SeededEngine:
     def __init__(self, evictions: list[int | None]) -> None:
         self.requests: list[tuple[list[int], int | None]] = []
         """Prompt and seed of each."""
+        self.is_killed = False
         self._evictions = evictions
         self._version = 0
+
+    def check(self) -> None:
+        if self.is_killed:
+            raise EngineDied("the engine's process was ended by SIGKILL")
 
     def _routes(self, num_positions: int, num_tokens: int) -> Routes | None:
         """What a request returns beside its tokens."""
@@ -158,11 +163,12 @@ async def test_every_slot_is_asked_for_every_kind_of_module_and_left_empty() -> 
         await probe([set(), both])
 
 
+@pytest.mark.parametrize("was_killed", [False, True])
 @pytest.mark.parametrize("policy", [PauseMode.wait, PauseMode.keep, PauseMode.abort])
-async def test_responses_that_are_handed_over_are_returned_as_they_stand(policy: PauseMode) -> None:
+async def test_responses_that_are_handed_over_are_returned_as_they_stand(policy: PauseMode, was_killed: bool) -> None:
     """No eviction, and no new try: another worker goes on."""
     replica, engine = make(policy, [5, None])
-    replica.is_going = True
+    replica.is_going, engine.is_killed = not was_killed, was_killed
     first, second = await replica.sample(PROMPT, 2, SAMPLING, seed=11)
     assert (len(first.token_ids), first.finish_reason, first.num_evictions) == (5, ABORTED, 0)
     assert (len(second.token_ids), second.finish_reason) == (12, "length")
