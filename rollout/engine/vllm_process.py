@@ -294,8 +294,8 @@ class VllmProcess:
 
     def last_output(self, request_id: str) -> Any:
         """What vLLM's client has of a request of an engine that is gone, as if it had been aborted; None: nothing."""
-        processor: Any = None if self.llm is None else self.llm.output_processor
-        names = [] if processor is None else processor.external_req_ids.get(request_id, [])
+        processor: Any = getattr(self.llm, "output_processor", None)
+        names = () if processor is None else processor.external_req_ids.get(request_id, ())
         queues = [processor.request_states[name].queue for name in names]
         if not queues:
             return None
