@@ -15,7 +15,12 @@ from triton.runtime.jit import JITFunction
 from slipstream.conf.schema import Activations, LoraConfig, TrainMode
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.model.attention.attend import flex_attention, padded_attention, sink_attention
-from slipstream.trainer.model.attention.flash_attention import KeptAttention, cudnn_attention, varlen_attention
+from slipstream.trainer.model.attention.flash_attention import (
+    AttentionCall,
+    KeptAttention,
+    cudnn_attention,
+    varlen_attention,
+)
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.moe import grouped
 from slipstream.trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
@@ -63,11 +68,11 @@ def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim, wind
     kept = KeptAttention()
 
     def run(q, k, v):
-        return varlen_attention(q, k, v, sequences, scale, window, kept)
+        return varlen_attention(q, k, v, AttentionCall(sequences, scale, window, kept=kept))
 
     fast = checkpoint(run, *inputs, use_reentrant=False)
     wide_q, wide_k, wide_v = wide
-    plain = padded_attention(wide_q, wide_k, wide_v, sequences, scale, window)
+    plain = padded_attention(wide_q, wide_k, wide_v, AttentionCall(sequences, scale, window))
     assert relative_error(fast, plain) < 1e-2
     fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
     for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):
@@ -92,12 +97,12 @@ def test_cudnn_attention_is_padded_attention(lengths, kv_heads, key_dim):
     wide = [x.detach().float().requires_grad_() for x in inputs]
     weights = torch.randn(num_tokens, 8, 128, generator=generator, device="cuda")
     wide_q, wide_k, wide_v = wide
-    plain = padded_attention(wide_q, wide_k, wide_v, sequences, 0.1)
+    plain = padded_attention(wide_q, wide_k, wide_v, AttentionCall(sequences, 0.1))
     wanted = torch.autograd.grad((plain * weights).sum(), wide)
     kept = KeptAttention()
 
     def run(q, k, v):
-        return cudnn_attention(q, k, v, sequences, 0.1, kept)
+        return cudnn_attention(q, k, v, AttentionCall(sequences, 0.1, kept=kept))
 
     fast = checkpoint(run, *inputs, use_reentrant=False)
     assert relative_error(fast, plain) < 1e-2
@@ -118,8 +123,8 @@ def test_flex_attention_with_sinks_is_the_plain_one(window):
     wide = [x.detach().float().requires_grad_() for x in inputs]
     weights = torch.randn(shapes[0], generator=generator, device="cuda")
     (q, k, v, sinks), (wide_q, wide_k, wide_v, wide_sinks) = inputs, wide
-    fast = flex_attention(q, k, v, sequences, 0.125, window, sinks)
-    plain = sink_attention(wide_q, wide_k, wide_v, sequences, 0.125, window, wide_sinks)
+    fast = flex_attention(q, k, v, AttentionCall(sequences, 0.125, window, sinks))
+    plain = sink_attention(wide_q, wide_k, wide_v, AttentionCall(sequences, 0.125, window, wide_sinks))
     assert relative_error(fast, plain) < 1e-2
     fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
     for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):

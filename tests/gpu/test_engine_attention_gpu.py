@@ -24,7 +24,7 @@ from slipstream.conf.schema import AttentionValues, TrainMode
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
 from slipstream.trainer.engine_ops.vllm_attention import VllmAttention
 from slipstream.trainer.model.attention.attend import AttentionBackend, attend
-from slipstream.trainer.model.attention.flash_attention import KeptAttention
+from slipstream.trainer.model.attention.flash_attention import AttentionCall, KeptAttention
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -84,9 +84,7 @@ def test_values_and_gradients_are_those_of_plain_products(name: str) -> None:
     kept, scale, dout = KeptAttention(), 1.3 * width**-0.5, draw(tokens, heads, value_width)
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return attend(
-            q, k, v, sequences, backend, scale, window=window, sinks_N=sinks, kept=kept, engine=VllmAttention()
-        )
+        return attend(q, k, v, AttentionCall(sequences, scale, window, sinks, kept), backend, VllmAttention())
 
     mine = checkpoint(run, *inputs, use_reentrant=False)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -110,7 +108,7 @@ def test_the_sums_are_whole_natural_logarithms() -> None:
     logits = 0.5 * q.double().transpose(0, 1) @ k.double().repeat_interleave(2, 1).permute(1, 2, 0)
     logits = logits.masked_fill(torch.ones(9, 9, device="cuda").triu(1).bool(), -torch.inf)
     for given in (None, sinks):
-        _, sums_NT = VllmAttention()(q, k, v, sequences, 0.5, None, given)
+        _, sums_NT = VllmAttention()(q, k, v, AttentionCall(sequences, 0.5, sinks_N=given))
         terms = logits if given is None else torch.cat((logits, given.double()[:, None, None].expand(-1, 9, 1)), -1)
         assert sums_NT.dtype is torch.float32
         torch.testing.assert_close(sums_NT.double(), terms.logsumexp(-1), rtol=1e-4, atol=1e-4)

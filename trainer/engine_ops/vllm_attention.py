@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
-from slipstream.trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.model.attention.flash_attention import AttentionCall
 
 MAX_HEAD_DIM = 256
 """The widest head whose gradients torch computes; vLLM's kernel has the same bound."""
@@ -56,17 +56,9 @@ class VllmAttention:
 
         self._run = flash_attn_varlen_func
 
-    def __call__(
-        self,
-        q_TND: Tensor,
-        k_TGD: Tensor,
-        v_TGV: Tensor,
-        sequences: PackedSequences,
-        scale: float,
-        window: int | None,
-        sinks_N: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """As EngineKernel. Keys are not split among thread blocks: an engine's prefill does not split them either."""
+        sequences, window, sinks_N = call.sequences, call.window, call.sinks_N
         out_TNV, log_sums_NT = self._run(
             q=q_TND,
             k=k_TGD,
@@ -75,7 +67,7 @@ class VllmAttention:
             cu_seqlens_k=sequences.cu_seqlens,
             max_seqlen_q=sequences.max_length,
             max_seqlen_k=sequences.max_length,
-            softmax_scale=scale,
+            softmax_scale=call.scale,
             causal=True,
             window_size=None if window is None else [window - 1, 0],
             num_splits=1,

@@ -25,7 +25,7 @@ from slipstream.trainer.kernels.rms_norm import norm_rotate
 from slipstream.trainer.lora import Linear, apply_together
 from slipstream.trainer.model.attention.attend import attend
 from slipstream.trainer.model.attention.engine_attention import EngineKernel
-from slipstream.trainer.model.attention.flash_attention import KeptAttention
+from slipstream.trainer.model.attention.flash_attention import AttentionCall, KeptAttention
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
 from slipstream.trainer.model.dense_mlp import DenseMlp
 from slipstream.trainer.model.logprobs import Head
@@ -108,11 +108,8 @@ class Forward:
     def attend(self, own: GroupedQueryAttention, q_TND: Tensor, k_TGD: Tensor, v_TO: Tensor, at: Place) -> Tensor:
         """[T, N * D]."""
         assert own.backend is not None
-        out_TND = attend(
-            q_TND, k_TGD, v_TO.unflatten(1, own.heads[2]), at.sequences, own.backend, own.scale,
-            window=own.window, sinks_N=own.sinks, kept=at.kept, engine=self.attention,
-        )  # fmt: skip
-        return out_TND.flatten(1)
+        call = AttentionCall(at.sequences, own.scale, own.window, own.sinks, at.kept)
+        return attend(q_TND, k_TGD, v_TO.unflatten(1, own.heads[2]), call, own.backend, self.attention).flatten(1)
 
     def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
         """[T, H]."""

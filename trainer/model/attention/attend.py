@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
-from slipstream.trainer.model.attention.engine_attention import EngineKernel, engine_attention
-from slipstream.trainer.model.attention.flash_attention import KeptAttention, cudnn_attention, varlen_attention
+from slipstream.trainer.model.attention.engine_attention import EngineAttention, EngineKernel
+from slipstream.trainer.model.attention.flash_attention import AttentionCall, cudnn_attention, varlen_attention
 from slipstream.trainer.model.packed_sequences import LONG, PackedSequences
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def _cudnn_takes(
     def attempt() -> None:
         q, k, v = inputs
         with torch.enable_grad():
-            cudnn_attention(q, k, v, sequences, 1.0).sum().backward()
+            cudnn_attention(q, k, v, AttentionCall(sequences, 1.0)).sum().backward()
 
     refusal = refusal_of(attempt)
     if refusal is not None:
@@ -109,26 +109,12 @@ def attend(
     q_TND: Tensor,
     k_TGD: Tensor,
     v_TGV: Tensor,
-    sequences: PackedSequences,
+    call: AttentionCall,
     backend: AttentionBackend,
-    scale: float,
-    *,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-    kept: KeptAttention | None = None,
     engine: EngineKernel | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T, causal, each sequence alone) v.
-
-    Args:
-        window: a query sees this many keys, itself among them; None: all before it.
-        sinks_N: one more logit per head in the softmax, without a value.
-        kept: keeps the results, so that a recomputation need not compute them again (cudnn, varlen, an engine's).
-        engine: computes the values.
-
-    Returns:
-        [T, N, V].
-    """
+    """softmax(scale * q k^T, causal, each sequence alone) v, [T, N, V]; values by `engine`, if it is given."""
+    sequences, sinks_N = call.sequences, call.sinks_N
     if sequences.gather is not None:
         assert engine is None and sinks_N is None, "neither takes keys of other ranks"
         k_TGD, v_TGV = sequences.gather(k_TGD, v_TGV)
@@ -140,27 +126,25 @@ def attend(
         unused = unused + q_TND.sum(-1, keepdim=True)
         return unused if sinks_N is None else unused + sinks_N.to(unused.dtype)[:, None]
     is_whole = sequences.keys is None
-    is_long = backend is AttentionBackend.cudnn and window is None and sequences.is_long and is_whole
+    is_long = backend is AttentionBackend.cudnn and call.window is None and sequences.is_long and is_whole
     if engine is not None:
-        return engine_attention(
-            engine, q_TND, k_TGD, v_TGV, sequences, scale,
-            window=window, sinks_N=sinks_N, by_cudnn=is_long, kept=kept,
-        )  # fmt: skip
-    if backend is AttentionBackend.flex or sinks_N is not None:
-        kernel = flex_attention if backend is AttentionBackend.flex else sink_attention
-        return kernel(q_TND, k_TGD, v_TGV, sequences, scale, window, sinks_N)
-    if is_long:
-        return cudnn_attention(q_TND, k_TGD, v_TGV, sequences, scale, kept)
-    if backend in (AttentionBackend.cudnn, AttentionBackend.varlen):
-        return varlen_attention(q_TND, k_TGD, v_TGV, sequences, scale, window, kept)
-    return padded_attention(q_TND, k_TGD, v_TGV, sequences, scale, window)
+        return EngineAttention.apply(q_TND, k_TGD, v_TGV, sinks_N, engine, call, is_long)
+    if backend is AttentionBackend.flex:
+        kernel = flex_attention
+    elif sinks_N is not None:
+        kernel = sink_attention
+    elif is_long:
+        kernel = cudnn_attention
+    else:
+        is_flash = backend in (AttentionBackend.cudnn, AttentionBackend.varlen)
+        kernel = varlen_attention if is_flash else padded_attention
+    return kernel(q_TND, k_TGD, v_TGV, call)
 
 
-def padded_attention(
-    q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: PackedSequences, scale: float, window: int | None = None
-) -> Tensor:
+def padded_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
     """Causal attention by scaled_dot_product_attention over a right-padded batch. Returns [T, N, V]."""
-    keys, mask = sequences.keys or sequences, None
+    sequences, window, mask = call.sequences, call.window, None
+    keys = sequences.keys or sequences
     if sequences.keys is not None:
         mask = _visible_to_chunks(sequences, keys, window)
     elif window is not None:
@@ -171,41 +155,26 @@ def padded_attention(
         keys.pad(v_TGV),
         attn_mask=mask,
         is_causal=mask is None,
-        scale=scale,
+        scale=call.scale,
         enable_gqa=q_TND.shape[1] != k_TGD.shape[1],
     )
     return sequences.unpad(out)
 
 
-def sink_attention(
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    window: int | None,
-    sinks_N: Tensor | None,
-) -> Tensor:
+def sink_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
     """As padded_attention, with sinks, by plain products. Memory grows with the square of the length."""
+    sequences, sinks_N = call.sequences, call.sinks_N
     assert sinks_N is not None
     repeats = q_TND.shape[1] // k_TGD.shape[1]
     k_BNLD, v_BNLV = (sequences.pad(x).repeat_interleave(repeats, dim=1) for x in (k_TGD, v_TGV))
-    logits_BNLL = (sequences.pad(q_TND) @ k_BNLD.transpose(2, 3)).float() * scale
-    hidden_LL = ~_visible(sequences.max_length, window, q_TND.device)
+    logits_BNLL = (sequences.pad(q_TND) @ k_BNLD.transpose(2, 3)).float() * call.scale
+    hidden_LL = ~_visible(sequences.max_length, call.window, q_TND.device)
     sinks = sinks_N.float()[None, :, None, None].expand(*logits_BNLL.shape[:3], 1)
     probs = torch.cat((logits_BNLL.masked_fill(hidden_LL, -torch.inf), sinks), dim=-1).softmax(-1)[..., :-1]
     return sequences.unpad(probs.to(v_BNLV.dtype) @ v_BNLV)
 
 
-def flex_attention(
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    window: int | None,
-    sinks_N: Tensor | None,
-) -> Tensor:
+def flex_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
     """Causal attention over packed rows by flex_attention, compiled on CUDA. Returns [T, N, V].
 
     A sink s adds exp(s) to the softmax's sum Z, so that the output is multiplied by Z / (Z + exp(s)) =
@@ -213,16 +182,18 @@ def flex_attention(
     """
     from torch.nn.attention import flex_attention as flex
 
+    sequences, window = call.sequences, call.window
     if window not in sequences.block_masks:
         sequences.block_masks[window] = _block_mask(sequences, window)
     mask = sequences.block_masks[window]
     q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_TGD, v_TGV))
     run = _compiled_flex() if q_TND.is_cuda else flex.flex_attention
-    out, log_sum = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=True)
+    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    out, log_sum = run(q, k, v, block_mask=mask, return_lse=True, **options)
     out_TNV = out[0].transpose(0, 1)
-    if sinks_N is None:
+    if call.sinks_N is None:
         return out_TNV
-    kept_TN = torch.sigmoid(log_sum[0].transpose(0, 1) - sinks_N.float())
+    kept_TN = torch.sigmoid(log_sum[0].transpose(0, 1) - call.sinks_N.float())
     return out_TNV * kept_TN[..., None].to(out_TNV.dtype)
 
 

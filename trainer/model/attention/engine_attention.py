@@ -17,72 +17,36 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.trainer.model.attention.flash_attention import (
-    KeptAttention,
+    AttentionCall,
     cudnn_gradients,
     cut_out_log_sums,
     varlen_gradients,
 )
-from slipstream.trainer.model.packed_sequences import PackedSequences
 
 
 class EngineKernel(Protocol):
     """An engine's kernel of causal attention over packed sequences."""
 
-    def __call__(
-        self,
-        q_TND: Tensor,
-        k_TGD: Tensor,
-        v_TGV: Tensor,
-        sequences: PackedSequences,
-        scale: float,
-        window: int | None,
-        sinks_N: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """[T, N, V], and [N, T] in float32: the natural logarithm of each softmax's sum, a sink's term included."""
         ...
 
 
-def engine_attention(
-    kernel: EngineKernel,
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    *,
-    window: int | None,
-    sinks_N: Tensor | None,
-    by_cudnn: bool,
-    kept: KeptAttention | None,
-) -> Tensor:
-    """[T, N, V]. Args: as attend; by_cudnn: cuDNN computes the gradients."""
-    return _EngineAttention.apply(
-        q_TND, k_TGD, v_TGV, sinks_N, kernel, sequences, scale, window, by_cudnn and sinks_N is None, kept
-    )
+class EngineAttention(torch.autograd.Function):
+    """Values by an engine's kernel, gradients by cuDNN's (`by_cudnn`, without sinks) or torch's. Returns [T, N, V]."""
 
-
-class _EngineAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q_TND: Tensor,
-        k_TGD: Tensor,
-        v_TGV: Tensor,
-        sinks_N: Tensor | None,
-        kernel: EngineKernel,
-        sequences: PackedSequences,
-        scale: float,
-        window: int | None,
-        by_cudnn: bool,
-        kept: KeptAttention | None,
-    ) -> Tensor:
-        results = None if kept is None else kept.take()
+        ctx: Any, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sinks_N: Tensor | None, kernel: EngineKernel,
+        call: AttentionCall, by_cudnn: bool,
+    ) -> Tensor:  # fmt: skip
+        results = None if call.kept is None else call.kept.take()
         if results is None:
-            results = kernel(q_TND, k_TGD, v_TGV, sequences, scale, window, sinks_N)
-            if kept is not None:
-                kept.put(results)
+            results = kernel(q_TND, k_TGD, v_TGV, call)
+            if call.kept is not None:
+                call.kept.put(results)
         ctx.save_for_backward(q_TND, k_TGD, v_TGV, sinks_N, *results)
-        ctx.sequences, ctx.scale, ctx.window, ctx.by_cudnn = sequences, scale, window, by_cudnn
+        ctx.call, ctx.by_cudnn = call, by_cudnn and sinks_N is None
         return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
 
     @staticmethod
@@ -91,12 +55,11 @@ class _EngineAttention(torch.autograd.Function):
         q_TND, k_TGD, v_TGV, sinks_N, out_TNV, log_sums_NT = ctx.saved_tensors
         tensors = (dout_TNV, q_TND, k_TGD, v_TGV, out_TNV)
         if ctx.by_cudnn:
-            log_sums = cut_out_log_sums(log_sums_NT, ctx.sequences.starts)
-            grads = cudnn_gradients(*tensors, log_sums, ctx.sequences.starts, ctx.scale)
+            grads = cudnn_gradients(*tensors, cut_out_log_sums(log_sums_NT, ctx.call.sequences.starts), ctx.call)
         else:
-            grads = varlen_gradients(*tensors, log_sums_NT, ctx.sequences, ctx.scale, ctx.window)
+            grads = varlen_gradients(*tensors, log_sums_NT, ctx.call)
         dsinks_N = None
         if sinks_N is not None and ctx.needs_input_grad[3]:
             shares_NT = torch.exp(sinks_N.float()[:, None] - log_sums_NT)
             dsinks_N = -(shares_NT * (dout_TNV.float() * out_TNV.float()).sum(-1).t()).sum(1).to(sinks_N.dtype)
-        return *grads, dsinks_N, None, None, None, None, None, None
+        return *grads, dsinks_N, None, None, None

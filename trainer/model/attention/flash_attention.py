@@ -10,6 +10,7 @@ Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim,
 """
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,22 +51,28 @@ class KeptAttention:
         return moved[0].get(moved[1]).view(shape), *others
 
 
-def varlen_attention(
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    window: int | None = None,
-    kept: KeptAttention | None = None,
-) -> Tensor:
-    """Causal flash attention over packed rows. Returns [T, N, V].
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a kernel of causal attention is told beside q, k and v. Each sequence sees itself alone."""
+
+    sequences: PackedSequences
+    scale: float
+    """Factor of q . k."""
+    window: int | None = None
+    """A query sees this many keys, itself among them; None: all before it."""
+    sinks_N: Tensor | None = None
+    """One more logit per head in the softmax, without a value."""
+    kept: KeptAttention | None = None
+    """Keeps the results, so that a recomputation need not compute them again (cudnn, varlen, an engine's)."""
+
+
+def varlen_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
+    """Flash attention over packed rows. Returns [T, N, V].
 
     The kernel needs values as wide as keys, so narrower ones (latent attention) are padded with zeros.
     """
     width = v_TGV.shape[2]
-    v_TGD = F.pad(v_TGV, (0, q_TND.shape[2] - width))
-    return _VarlenAttention.apply(q_TND, k_TGD, v_TGD, sequences, scale, window, kept)[..., :width]
+    return _VarlenAttention.apply(q_TND, k_TGD, F.pad(v_TGV, (0, q_TND.shape[2] - width)), call)[..., :width]
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -73,23 +80,14 @@ class _VarlenAttention(torch.autograd.Function):
     results."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_TND: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        sequences: PackedSequences,
-        scale: float,
-        window: int | None,
-        kept: KeptAttention | None,
-    ) -> Tensor:
-        results = None if kept is None else kept.take()
+    def forward(ctx: Any, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, call: AttentionCall) -> Tensor:
+        results = None if call.kept is None else call.kept.take()
         if results is None:
-            where, span = _varlen_arguments(sequences, scale, window)
+            where, span = _varlen_arguments(call)
             results = torch.ops.aten._flash_attention_forward(q_TND, k_TGD, v_TGD, *where, False, **span)[:2]
-            if kept is not None:
-                kept.put(results)
-        ctx.sequences, ctx.scale, ctx.window = sequences, scale, window
+            if call.kept is not None:
+                call.kept.put(results)
+        ctx.call = call
         ctx.save_for_backward(q_TND, k_TGD, v_TGD, *results)
         return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
 
@@ -97,8 +95,7 @@ class _VarlenAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_TND: Tensor) -> tuple[Tensor | None, ...]:
         q_TND, k_TGD, v_TGD, out_TND, log_sums_NT = ctx.saved_tensors
-        tensors = (dout_TND, q_TND, k_TGD, v_TGD, out_TND, log_sums_NT)
-        return *varlen_gradients(*tensors, ctx.sequences, ctx.scale, ctx.window), None, None, None, None
+        return *varlen_gradients(dout_TND, q_TND, k_TGD, v_TGD, out_TND, log_sums_NT, ctx.call), None
 
 
 def varlen_gradients(
@@ -108,9 +105,7 @@ def varlen_gradients(
     v_TGV: Tensor,
     out_TNV: Tensor,
     log_sums_NT: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    window: int | None,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v by torch's flash attention.
 
@@ -120,7 +115,7 @@ def varlen_gradients(
     """
     width, wide = v_TGV.shape[2], q_TND.shape[2]
     dout, v, out = (F.pad(x, (0, wide - width)) if width < wide else x for x in (dout_TNV, v_TGV, out_TNV))
-    where, span = _varlen_arguments(sequences, scale, window)
+    where, span = _varlen_arguments(call)
     state = torch.empty(2, dtype=torch.uint64, device=q_TND.device)  # of the random numbers of a dropout
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         dout.contiguous(), q_TND, k_TGD, v, out, log_sums_NT, *where, state, state[0], **span
@@ -128,32 +123,24 @@ def varlen_gradients(
     return dq, dk, dv[..., :width]
 
 
-def _varlen_arguments(
-    sequences: PackedSequences, scale: float, window: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _varlen_arguments(call: AttentionCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(where sequences lie, dropout and causality; scale and window), as aten's operators take them: the last query
     of a sequence sees its last key."""
-    keys = sequences.keys or sequences
-    span = {"scale": scale, "window_size_left": None, "window_size_right": None}
+    queries, window = call.sequences, call.window
+    keys = queries.keys or queries
+    span = {"scale": call.scale, "window_size_left": None, "window_size_right": None}
     if window is not None:
         span |= {"window_size_left": window - 1, "window_size_right": 0}
-    lengths = (sequences.max_length, keys.max_length)
-    return (sequences.cu_seqlens, keys.cu_seqlens, *lengths, 0.0, window is None), span
+    lengths = (queries.max_length, keys.max_length)
+    return (queries.cu_seqlens, keys.cu_seqlens, *lengths, 0.0, window is None), span
 
 
-def cudnn_attention(
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    kept: KeptAttention | None = None,
-) -> Tensor:
-    """Causal attention by cuDNN: neighbouring sequences of one length in one call. Returns [T, N, V].
+def cudnn_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
+    """Attention by cuDNN: neighbouring sequences of one length in one call. Returns [T, N, V].
 
     cuDNN compiles one plan per shape, so lengths are rounded up to `padded_length`.
     """
-    return _CudnnAttention.apply(q_TND, k_TGD, v_TGV, sequences.starts, scale, kept)
+    return _CudnnAttention.apply(q_TND, k_TGD, v_TGV, call)
 
 
 def padded_length(length: int) -> int:
@@ -166,35 +153,26 @@ class _CudnnAttention(torch.autograd.Function):
     """Calls aten's operators, so that a recomputed forward can take the first one's results."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_TND: Tensor,
-        k_TGD: Tensor,
-        v_TGV: Tensor,
-        starts: tuple[int, ...],
-        scale: float,
-        kept: KeptAttention | None,
-    ) -> Tensor:
-        results = None if kept is None else kept.take()
+    def forward(ctx: Any, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
+        results, starts = None if call.kept is None else call.kept.take(), call.sequences.starts
         if results is None:
             parts = []
             for run in runs_of_equal_length(starts):
                 qkv = (cut_out(x, run) for x in (q_TND, k_TGD, v_TGV))
                 forward = torch.ops.aten._scaled_dot_product_cudnn_attention
-                parts.append(forward(*qkv, None, True, 0.0, True, False, scale=scale)[:2])
+                parts.append(forward(*qkv, None, True, 0.0, True, False, scale=call.scale)[:2])
             results = put_back([part[0] for part in parts], starts), *(part[1] for part in parts)
-            if kept is not None:
-                kept.put(results)
+            if call.kept is not None:
+                call.kept.put(results)
         ctx.save_for_backward(q_TND, k_TGD, v_TGV, *results)
-        ctx.starts, ctx.scale = starts, scale
+        ctx.call = call
         return results[0].detach()  # as in _VarlenAttention
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
         q_TND, k_TGD, v_TGV, out_TNV, *log_sums = ctx.saved_tensors
-        grads = cudnn_gradients(dout_TNV, q_TND, k_TGD, v_TGV, out_TNV, log_sums, ctx.starts, ctx.scale)
-        return *grads, None, None, None
+        return *cudnn_gradients(dout_TNV, q_TND, k_TGD, v_TGV, out_TNV, log_sums, ctx.call), None
 
 
 def cudnn_gradients(
@@ -204,8 +182,7 @@ def cudnn_gradients(
     v_TGV: Tensor,
     out_TNV: Tensor,
     log_sums: list[Tensor],
-    starts: tuple[int, ...],
-    scale: float,
+    call: AttentionCall,
 ) -> list[Tensor]:
     """Gradients of q, k and v by cuDNN.
 
@@ -213,14 +190,14 @@ def cudnn_gradients(
         log_sums: Of each run of equal lengths, float32 [count, N, padded length, 1], natural logarithms; anything
             finite in the padding.
     """
-    grads = []
+    grads, starts = [], call.sequences.starts
     unused = torch.empty((), dtype=torch.int64, device=q_TND.device)  # seed and offset of a dropout
     for run, sums in zip(runs_of_equal_length(starts), log_sums, strict=True):
         dout, *qkv, out = (cut_out(x, run) for x in (dout_TNV, q_TND, k_TGD, v_TGV, out_TNV))
         length = padded_length(run[2])
         grads.append(
             torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                dout, *qkv, out, sums, unused, unused, None, None, None, length, length, 0.0, True, scale=scale
+                dout, *qkv, out, sums, unused, unused, None, None, None, length, length, 0.0, True, scale=call.scale
             )
         )
     return [put_back(list(parts), starts) for parts in zip(*grads, strict=True)]

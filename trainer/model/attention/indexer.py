@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from slipstream.conf.architecture.attention_spec import IndexerSpec
 from slipstream.trainer.kernels.rms_norm import rotate_torch
 from slipstream.trainer.model.attention.attend import AttentionBackend, attend
+from slipstream.trainer.model.attention.flash_attention import AttentionCall
 from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.recompute import Recomputed
@@ -86,12 +87,12 @@ def sparse_attention(
     k_TND: Tensor,
     v_TNV: Tensor,
     indexed: Indexed,
-    sequences: PackedSequences,
+    call: AttentionCall,
     top_k: int,
     backend: AttentionBackend,
-    scale: float,
 ) -> Tensor:
     """softmax(scale * q k^T) v over the chosen keys, each sequence alone. Returns [T, N, V]."""
+    sequences = call.sequences
     assert sequences.starts, "lengths are on the host"
     assert sequences.gather is None, "ModelSpec.check_cp_size refuses shared sequences"
     device = q_TND.device
@@ -100,9 +101,10 @@ def sparse_attention(
     rows = torch.cat([torch.arange(span[0], span[0] + length) for span, length in zip(spans, near, strict=True)])
     near_starts = torch.tensor([0, *itertools.accumulate(near)])
     q, k, v = (x.index_select(0, rows.to(device)) for x in (q_TND, k_TND, v_TNV))
-    sees_all = attend(q, k, v, PackedSequences.from_cu_seqlens(near_starts, len(rows), device), backend, scale)
+    alone = PackedSequences.from_cu_seqlens(near_starts, len(rows), device)
+    sees_all = attend(q, k, v, AttentionCall(alone, call.scale), backend)
     block = Recomputed([])
-    attend_block = functools.partial(attend_chosen, top_k=top_k, scale=scale)
+    attend_block = functools.partial(attend_chosen, top_k=top_k, scale=call.scale)
     outs: list[Tensor] = []
     for (start, stop), first in zip(spans, sees_all.split(near), strict=True):
         outs.append(first)

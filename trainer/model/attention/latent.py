@@ -13,6 +13,7 @@ from slipstream.conf.architecture.attention_spec import MlaSpec
 from slipstream.trainer.kernels.latent import latent_heads
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attention.attend import attend, choose_attention_backend
+from slipstream.trainer.model.attention.flash_attention import AttentionCall
 from slipstream.trainer.model.attention.indexer import Indexer, sparse_attention
 from slipstream.trainer.model.attention.part import Attention
 from slipstream.trainer.model.build import Build
@@ -61,14 +62,14 @@ class LatentAttention(Attention):
     def attend(self, at: Any, q_TO: Tensor, turning_TR: Tensor, kv_TO: Tensor, *indexed: Tensor) -> Tensor:
         """[T, N * V], of queries, the keys' part that turns, the other keys and values, and what an indexer reads;
         `at` as Operation.run takes it."""
-        own, scale, sequences = self.own, self.own.softmax_scale, at.sequences
+        own, call = self.own, AttentionCall(at.sequences, self.own.softmax_scale, kept=at.kept)
         assert self.backend is not None
         q_TND, kv_TNE = q_TO.unflatten(1, (own.num_heads, own.qk_head_dim)), kv_TO.unflatten(1, (own.num_heads, -1))
         qkv = latent_heads(q_TND, kv_TNE, turning_TR, *at.rope, interleaved=own.rope.interleaved)
-        if self.indexer is not None and sequences.max_length > (top_k := self.indexer.spec.top_k):
+        if self.indexer is not None and call.sequences.max_length > self.indexer.spec.top_k:
             chosen_by = self.indexer(*indexed, at.rope)
-            return sparse_attention(*qkv, chosen_by, sequences, top_k, self.backend, scale).flatten(1)
-        return attend(*qkv, sequences, self.backend, scale, kept=at.kept, engine=at.by.attention).flatten(1)
+            return sparse_attention(*qkv, chosen_by, call, self.indexer.spec.top_k, self.backend).flatten(1)
+        return attend(*qkv, call, self.backend, at.by.attention).flatten(1)
 
 
 def _norm(size: int, own: MlaSpec, build: Build) -> RMSNorm:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from cases.tiny_models import (
     DEEPSEEK,
@@ -51,6 +52,7 @@ from slipstream.trainer.weights.shards import local_shards
         MOE,
         MIXED,
         DEEPSEEK,
+        DEEPSEEK_V32,
         LLAMA,
         GLM,
         GLM_LITE,
@@ -62,6 +64,7 @@ from slipstream.trainer.weights.shards import local_shards
         QWEN2_MOE,
         GEMMA3,
         GEMMA4,
+        GEMMA4_MOE,
         QWEN3_5,
         QWEN3_5_MOE,
         QWEN3_NEXT,
@@ -71,9 +74,9 @@ from slipstream.trainer.weights.shards import local_shards
 )
 def test_the_model_holds_exactly_the_checkpoints_tensors(hf_config):
     spec = read_config(hf_config)
-    expected = {meta.name: meta.shape for meta in spec.checkpoint_tensors("bfloat16")}
-    held = {one.tensor: one.region.shape for one in local_shards(make_decoder(hf_config))}
-    assert held == expected
+    expected = {meta.name: (meta.shape, f"torch.{meta.dtype}") for meta in spec.checkpoint_tensors("bfloat16")}
+    shards = local_shards(make_decoder(hf_config, dtype=torch.bfloat16))
+    assert {one.tensor: (one.region.shape, str(one.parameter.dtype)) for one in shards} == expected
 
 
 def changed(config, changes):

@@ -14,6 +14,8 @@ from slipstream.conf.schema import AttentionValues
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
 from slipstream.trainer.engine_ops.vllm_attention import refusal_of_engine_attention
 from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.model.attention.attend import AttentionBackend, attend
+from slipstream.trainer.model.attention.flash_attention import AttentionCall, KeptAttention
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
@@ -21,16 +23,9 @@ CPU, SPEC = torch.device("cpu"), read_config(DENSE)
 CALLS: list[tuple[float, int | None]] = []
 
 
-def engine(
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    window: int | None,
-    sinks_N: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def engine(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """An EngineKernel in float64."""
+    sequences, scale, window, sinks_N = call.sequences, call.scale, call.window, call.sinks_N
     CALLS.append((scale, window))
     repeats = q_TND.shape[1] // k_TGD.shape[1]
     q_NTD, k_NTD, v_NTV = (
@@ -63,15 +58,13 @@ def test_the_engines_kernel_computes_every_layers_attention(config: dict[str, ob
 
 def test_a_recomputed_layer_takes_the_kept_values() -> None:
     """Checkpointing does not call the kernel again: what backward starts from are the first call's values."""
-    from slipstream.trainer.model.attention.attend import AttentionBackend, attend
-    from slipstream.trainer.model.attention.flash_attention import KeptAttention
 
     q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, 3, 7]), 7, CPU)
     kept = KeptAttention()
     CALLS.clear()
     first, again = (
-        attend(q, k, v, sequences, AttentionBackend.padded, 0.3, kept=kept, engine=engine) for _ in range(2)
+        attend(q, k, v, AttentionCall(sequences, 0.3, kept=kept), AttentionBackend.padded, engine) for _ in range(2)
     )
     assert len(CALLS) == 1
     assert torch.equal(first, again)

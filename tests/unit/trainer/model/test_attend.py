@@ -12,6 +12,7 @@ from cases.tiny_models import LENGTHS, packed, relative_error
 
 from slipstream.trainer.model.attention.attend import AttentionBackend, attend, refusal_of
 from slipstream.trainer.model.attention.flash_attention import (
+    AttentionCall,
     KeptAttention,
     cut_out,
     padded_length,
@@ -96,7 +97,7 @@ def test_flex_attention_is_padded_attention(window, has_sinks):
     q, k, v = inputs[:3]
     sinks = inputs[3] if has_sinks else None
     mine, wanted = (
-        attend(q, k, v, sequences, backend, 0.3, window=window, sinks_N=sinks)
+        attend(q, k, v, AttentionCall(sequences, 0.3, window, sinks), backend)
         for backend in (AttentionBackend.flex, AttentionBackend.padded)
     )
     assert relative_error(mine, wanted) < 1e-5

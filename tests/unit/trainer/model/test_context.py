@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.trainer.model.attention.attend import AttentionBackend, attend
+from slipstream.trainer.model.attention.flash_attention import AttentionCall
 from slipstream.trainer.model.context import Piece, _laid_out, pieces_of_rank
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.step.microbatches import pack
@@ -42,7 +43,7 @@ def test_chunks_see_what_whole_sequences_see(lengths: list[int], cp_size: int, r
     if not sum(lengths):
         return
     whole = PackedSequences.from_cu_seqlens(torch.tensor(starts), sum(lengths), q.device)
-    want = attend(q, k, v, whole, AttentionBackend.padded, 0.3, window=window)
+    want = attend(q, k, v, AttentionCall(whole, 0.3, window), AttentionBackend.padded)
     pieces = [piece for half in pieces_of_rank(starts, cp_size, rank % cp_size) for piece in half]
     keys = [Piece(piece.sequence_start, piece.sequence_start, piece.stop) for piece in pieces]
     rows, of_keys = (
@@ -50,7 +51,7 @@ def test_chunks_see_what_whole_sequences_see(lengths: list[int], cp_size: int, r
         for some in (pieces, keys)
     )
     chunks = _laid_out(pieces, keys, q.device)
-    got = attend(q[rows], k[of_keys], v[of_keys], chunks, AttentionBackend.padded, 0.3, window=window)
+    got = attend(q[rows], k[of_keys], v[of_keys], AttentionCall(chunks, 0.3, window), AttentionBackend.padded)
     torch.testing.assert_close(got, want[rows])
 
 

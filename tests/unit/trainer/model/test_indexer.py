@@ -6,6 +6,7 @@ from cases.tiny_models import relative_error
 
 from slipstream.trainer.model.attention import indexer
 from slipstream.trainer.model.attention.attend import AttentionBackend
+from slipstream.trainer.model.attention.flash_attention import AttentionCall
 from slipstream.trainer.model.attention.indexer import Indexed, attend_chosen, chosen_keys, sparse_attention
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
@@ -42,7 +43,7 @@ def test_blocks_are_a_softmax_over_the_chosen_keys_with_its_gradients(block, mon
     qkv, indexed = inputs()
     sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, 3, 20, 21, 30]), 30, torch.device("cpu"))
     q, k, v = qkv
-    mine = sparse_attention(q, k, v, indexed, sequences, TOP_K, AttentionBackend.padded, SCALE)
+    mine = sparse_attention(q, k, v, indexed, AttentionCall(sequences, SCALE), TOP_K, AttentionBackend.padded)
     wanted = by_a_square(qkv, indexed)
     assert relative_error(mine, wanted) < 1e-6
     probe = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
@@ -64,7 +65,7 @@ def test_no_block_holds_scores_of_more_queries_than_its_own(monkeypatch):
     monkeypatch.setattr(indexer, "attend_chosen", noting)
     (q, k, v), indexed = inputs()
     sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, 3, 20, 21, 30]), 30, torch.device("cpu"))
-    out = sparse_attention(q, k, v, indexed, sequences, TOP_K, AttentionBackend.padded, SCALE)
+    out = sparse_attention(q, k, v, indexed, AttentionCall(sequences, SCALE), TOP_K, AttentionBackend.padded)
     # queries 4 .. 16 of the second sequence, 4 .. 8 of the last, each up to its last query's key
     blocks = [(2, last) for last in range(6, 17, 2)] + [(1, 17), (2, 6), (2, 8), (1, 9)]
     assert seen == blocks
