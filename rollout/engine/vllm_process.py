@@ -295,12 +295,11 @@ class VllmProcess:
     def last_output(self, request_id: str) -> Any:
         """What vLLM's client has of a request of an engine that is gone, as if it had been aborted; None: nothing."""
         processor: Any = getattr(self.llm, "output_processor", None)
-        names = () if processor is None else processor.external_req_ids.get(request_id, ())
-        queues = [processor.request_states[name].queue for name in names]
-        if not queues:
+        if processor is None or not processor.external_req_ids.get(request_id):
             return None
+        queue = processor.request_states[processor.external_req_ids[request_id][0]].queue
         processor.abort_requests([request_id], internal=False)
-        return queues[0].get_nowait()
+        return queue.get_nowait()
 
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""
