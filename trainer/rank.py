@@ -161,6 +161,8 @@ class TrainerRank:
         )  # fmt: skip
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in learner.shards))
         self._states = RankStates(options, self._rank, decoder, learner, self._control, self._device)
+        times.append(time.perf_counter())
+        parts = "kernels", "decoder", "weights", "what trains and publishes them"
         return {
             "rank": self._rank,
             "device": str(self._device),
@@ -177,7 +179,7 @@ class TrainerRank:
             "unadapted_matrices": num_unadapted,
             "mtp_tensors": report.num_mtp_tensors,
             "state_bytes": self._states.num_bytes,
-            "load_parts_s": dict(zip(("kernels", "decoder", "weights"), map(sub, times[1:], times), strict=False)),
+            "load_parts_s": dict(zip(parts, map(sub, times[1:], times), strict=False)),
         }
 
     def warm_up(self, lengths: list[int]) -> dict[str, float]:
