@@ -39,7 +39,7 @@ from slipstream.orchestrator.cluster.nodes import (
     nodes_of,
 )
 from slipstream.orchestrator.cluster.own_ray import OwnRay
-from slipstream.orchestrator.cluster.ray_cluster import RayCluster
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster, RunContext
 from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
 from slipstream.orchestrator.cluster.rebirth import LivingRanks
 from slipstream.orchestrator.cluster.rollout_workers import LivingWorkers, RolloutWorkers
@@ -188,12 +188,13 @@ class Cluster:
             )
         await self._check(*nodes.values())
         self._startup.enter(RUN, "trainer ranks and engines" if self._has_workers else "trainer ranks")
-        trainer = self._start_trainer(self._ray, hf_config, is_one_node)
+        run = self._context(self._ray, hf_config)
+        trainer = self._start_trainer(run)
         if not self._has_workers:
             await trainer
             await self.trainer.outlive_ranks()
             return
-        self._rollout = self._workers_of(self._ray, hf_config, is_one_node)
+        self._rollout = self._workers_of(run)
         num_workers = await self._make_room_at_start()
         await together(trainer, self._rollout.start(num_workers, self._held(nodes)["rollout"]))
         self._startup.enter(RUN, "the plan of transfers")
@@ -217,11 +218,9 @@ class Cluster:
         self._startup.enter(RUN, "the living ranks and engines")
         self._group = await ray.find_group(left.group)
         self._only_node, self._bundles = left.only_node, left.bundles
-        is_one_node = left.only_node is not None
-        self._rollout = self._workers_of(ray, hf_config, is_one_node)
-        await together(
-            self._start_trainer(ray, hf_config, is_one_node, left.trainer), self._rollout.take_over(left.rollout)
-        )
+        run = self._context(ray, hf_config)
+        self._rollout = self._workers_of(run)
+        await together(self._start_trainer(run, left.trainer), self._rollout.take_over(left.rollout))
 
     async def restart_worker(self, name: str) -> RayRolloutWorker:
         """End what is left of a rollout worker and start it again in the same bundle, without the weights it had.
@@ -304,35 +303,17 @@ class Cluster:
         for problem in [] if self._rollout is None else await self._rollout.stop():
             logger.warning("while stopping: %s", problem)
 
-    def _workers_of(self, cluster: RayCluster, hf_config: JsonObject, is_one_node: bool) -> RolloutWorkers:
-        assert self._group is not None
-        return RolloutWorkers(
-            self._config,
-            cluster,
-            model_folder=self._folder.model,
-            hf_config=hf_config,
-            device=self._device,
-            sync_key=self._sync_key,
-            rooms=Rooms(self._config, cluster, self._group, self._only_node),
-            is_one_node=is_one_node,
-            check_node=self._check,
-            startup=self._startup,
-        )
+    def _context(self, cluster: RayCluster, hf_config: JsonObject) -> RunContext:
+        is_one_node = self._only_node is not None
+        return RunContext(self._config, cluster, self._device, hf_config, self._sync_key, is_one_node, self._startup)
 
-    async def _start_trainer(
-        self, cluster: RayCluster, hf_config: JsonObject, is_one_node: bool, left: LivingRanks | None = None
-    ) -> None:
-        self._trainer = await start_trainer_ranks(
-            self._config,
-            cluster,
-            bundles=self._bundles,
-            hf_config=hf_config,
-            device=self._device,
-            sync_key=self._sync_key,
-            is_one_node=is_one_node,
-            startup=self._startup,
-            left=left,
-        )
+    def _workers_of(self, run: RunContext) -> RolloutWorkers:
+        assert self._group is not None
+        rooms = Rooms(self._config, run.cluster, self._group, self._only_node)
+        return RolloutWorkers(run, self._folder.model, rooms, self._check)
+
+    async def _start_trainer(self, run: RunContext, left: LivingRanks | None = None) -> None:
+        self._trainer = await start_trainer_ranks(run, self._bundles, left)
 
     async def _place(self, cluster: RayCluster) -> PlacementGroup:
         """Reserve a bundle for each trainer rank, then one for each rollout worker.

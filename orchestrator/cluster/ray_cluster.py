@@ -21,6 +21,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import ray
@@ -33,13 +34,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.failures import raised_as
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.waiting import in_abandoned_thread, wait_for
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.run_state import note_dashboard
-from slipstream.orchestrator.environment import variables_for_actors
+from slipstream.orchestrator.environment import RunDevice, variables_for_actors
 from slipstream.orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.startup import Startup
 from slipstream.orchestrator.machine import DASHBOARD_PORT
 from slipstream.orchestrator.signals import take_sigterm_back
 from slipstream.rollout.crash_reports import death_in
@@ -321,6 +324,23 @@ class RayCluster:
                     ray.util.remove_placement_group(group)
         self._actors, self._groups = [], {}
         ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What all processes of a run are started with."""
+
+    config: RunConfig
+    cluster: RayCluster
+    device: RunDevice
+    hf_config: JsonObject
+    """The policy's Hugging Face config."""
+    sync_key: bytes
+    """Authenticates the control messages of a publish, and who sends or reads a state that a keeper holds."""
+    is_one_node: bool
+    """Whether all processes share one machine, hence loopback."""
+    startup: Startup
+    """Told what each process does."""
 
 
 def kill_actor(actor: object) -> None:

@@ -26,12 +26,10 @@ from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, MergeRounding, RemoteMerge, RunConfig, SyncMode
 from slipstream.fleet.waiting import all_started
 from slipstream.orchestrator.cluster.actors import ForkServerActor, RolloutActor
-from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
+from slipstream.orchestrator.cluster.ray_cluster import RunContext, kill_actor
 from slipstream.orchestrator.cluster.ray_handles import LivingWorker, RayRolloutWorker
 from slipstream.orchestrator.cluster.rooms import Rooms, place_of
-from slipstream.orchestrator.environment import RunDevice
 from slipstream.orchestrator.errors import OrchestratorError
-from slipstream.orchestrator.files.startup import Startup
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
 from slipstream.rollout.engine.start_phase import IMPORTING
 from slipstream.rollout.types import AdapterSlotsSpec
@@ -65,36 +63,20 @@ class RolloutWorkers:
 
     Args:
         model_folder: config and tokenizer, without weights.
-        hf_config: the policy's Hugging Face config.
-        sync_key: authenticates the control messages of a publish.
         rooms: where workers have room.
-        is_one_node: whether all processes of the run share one machine, hence loopback.
         check_node: raises where a node, given by Ray's id, does not fit the run.
-        startup: told what each worker does, also one that is started again.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        cluster: RayCluster,
-        *,
-        model_folder: Path,
-        hf_config: JsonObject,
-        device: RunDevice,
-        sync_key: bytes,
-        rooms: Rooms,
-        is_one_node: bool,
-        check_node: Callable[[str], Awaitable[None]],
-        startup: Startup,
+        self, run: RunContext, model_folder: Path, rooms: Rooms, check_node: Callable[[str], Awaitable[None]]
     ) -> None:
+        config, hf_config = run.config, run.hf_config
         self.workers: dict[str, RayRolloutWorker] = {}
         """By the name that each had first, without those that have gone; after `start`."""
         self.rooms = rooms
-        self._config = config
-        self._cluster = cluster
-        self._is_one_node = is_one_node
+        self._config, self._cluster, self._startup = config, run.cluster, run.startup
+        self._is_one_node = run.is_one_node
         self._check_node = check_node
-        self._startup = startup
         self._num_starts: Counter[str] = Counter()
         self._forks: dict[str, asyncio.Future[type[ForkServerActor]]] = {}
         """The fork server of each node."""
@@ -103,9 +85,9 @@ class RolloutWorkers:
             config=replace(config.rollout, max_num_seqs=config.engine_num_seqs),
             weight_sync=config.weight_sync,
             dtype=config.model.dtype,
-            device=Device(device),
+            device=Device(run.device),
             tensors=engine_checkpoint(hf_config, config.model.dtype),
-            key=sync_key,
+            key=run.sync_key,
             adapters=adapter_slots(config, hf_config),
             own_merge=own_merge(config, hf_config),
             routing=routing_shape(config, hf_config),

@@ -17,12 +17,10 @@ from slipstream.conf.schema import Objective, RunConfig, TrainMode
 from slipstream.fleet.waiting import all_started
 from slipstream.orchestrator.cluster.actors import TrainerActor
 from slipstream.orchestrator.cluster.keepers import Keepers
-from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster, RunContext, kill_actor
 from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup, call_all
 from slipstream.orchestrator.cluster.rebirth import LivingRanks, Ranks, Rebirth
-from slipstream.orchestrator.environment import RunDevice
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.startup import Startup
 from slipstream.trainer.checkpoint.keeper import Address
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.step.warm_up import full_microbatch
@@ -31,27 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 async def start_trainer_ranks(
-    config: RunConfig,
-    cluster: RayCluster,
-    *,
-    bundles: Sequence[int],
-    hf_config: JsonObject,
-    device: RunDevice,
-    sync_key: bytes,
-    is_one_node: bool,
-    startup: Startup,
-    left: LivingRanks | None = None,
+    run: RunContext, bundles: Sequence[int], left: LivingRanks | None = None
 ) -> RayTrainerGroup:
     """Start all ranks, load the model on them, and on GPUs try a full microbatch. The group starts them in the same way
     again when one has died.
 
     Args:
-        hf_config: the policy's Hugging Face config.
-        sync_key: authenticates the control messages of a publish.
-        is_one_node: whether all processes of the run share one machine, hence loopback.
-        startup: told what each rank does.
+        bundles: of the run's placement group, one for each rank.
         left: ranks that a controller left that was killed, instead of new ones: RayTrainerGroup.return_to comes next.
     """
+    config, cluster, startup = run.config, run.cluster, run.startup
     options = TrainerOptions(
         model=config.model,
         trainer=config.trainer,
@@ -62,21 +49,19 @@ async def start_trainer_ranks(
         num_steps=config.run.num_steps * config.algorithm.updates_per_step,
         world_size=len(bundles),
         rendezvous="",
-        device=device,
-        hf_config=hf_config,
-        sync_key=sync_key,
+        device=run.device,
+        hf_config=run.hf_config,
+        sync_key=run.sync_key,
         parity=config.parity,
         engine_ranks=config.rollout.tp_size,
     )
 
-    async def start(life: int, kept: Sequence[tuple[Address, int]]) -> Ranks:
-        return await _start(config, cluster, options, bundles, life, kept, is_one_node=is_one_node, startup=startup)
-
+    start = partial(_start, run, options, bundles)
     ranks = await start(0, ()) if left is None else await _found(cluster, left)
     rebirth = Rebirth(
         cluster,
         start,
-        Keepers(cluster, sync_key, is_one_node=is_one_node),
+        Keepers(cluster, run.sync_key, is_one_node=run.is_one_node),
         partial(call_all, cluster),
         max_restarts=config.trainer.max_restarts if config.run.num_steps else 0,
         start_timeout_s=config.cluster.start_timeout_s,
@@ -86,7 +71,7 @@ async def start_trainer_ranks(
         await rebirth.take_over(left)
         return group
     _log_start(ranks.facts)
-    if device == "cuda" and config.algorithm.objective is Objective.policy:  # engines start meanwhile
+    if run.device == "cuda" and config.algorithm.objective is Objective.policy:  # engines start meanwhile
         for name in ranks.names:
             startup.enter(name, "trying a full microbatch")
         await _warm_up(config, group)
@@ -102,15 +87,7 @@ async def _found(cluster: RayCluster, left: LivingRanks) -> Ranks:
 
 
 async def _start(
-    config: RunConfig,
-    cluster: RayCluster,
-    options: TrainerOptions,
-    bundles: Sequence[int],
-    life: int,
-    kept: Sequence[tuple[Address, int]],
-    *,
-    is_one_node: bool,
-    startup: Startup,
+    run: RunContext, options: TrainerOptions, bundles: Sequence[int], life: int, kept: Sequence[tuple[Address, int]]
 ) -> Ranks:
     """Start all ranks and load the model on them.
 
@@ -118,6 +95,7 @@ async def _start(
         life: how often they were started before.
         kept: each one's keeper, and the number of its state that will be asked for; none in the first life.
     """
+    cluster, startup = run.cluster, run.startup
     names = [f"trainer-{rank}{f'.{life}' if life else ''}" for rank in range(len(bundles))]
     if life:  # Ray frees a dead actor's name late
         for name in names:
@@ -132,7 +110,7 @@ async def _start(
         await cluster.result_of(prepared[rank], who, TrainingStopped)
         startup.enter(names[rank], "meeting the other ranks")
         mine = replace(options, rendezvous=rendezvous)
-        await cluster.result_of(actor.join.remote(rank, mine, is_one_node), who, TrainingStopped)
+        await cluster.result_of(actor.join.remote(rank, mine, run.is_one_node), who, TrainingStopped)
         startup.enter(names[rank], "loading weights")
         facts = await cluster.result_of(actor.load.remote(), who, TrainingStopped)
         startup.enter(names[rank], "waiting for the other ranks")
@@ -145,15 +123,15 @@ async def _start(
     try:
         with undone_by(end):
             for name, bundle in zip(names, bundles, strict=True):
-                actors.append(await cluster.new_actor(TrainerActor, name, bundle, num_gpus=config.gpus_of_rank))
-            picked = actors[0].pick_rendezvous.remote(is_one_node)
+                actors.append(await cluster.new_actor(TrainerActor, name, bundle, num_gpus=run.config.gpus_of_rank))
+            picked = actors[0].pick_rendezvous.remote(run.is_one_node)
             states = [(keeper, options.sync_key, rank, number) for rank, (keeper, number) in enumerate(kept)]
             prepared = [
                 actor.prepare.remote(state) for actor, state in zip(actors, states or [None] * len(actors), strict=True)
             ]
             rendezvous = await cluster.result_of(picked, names[0], TrainingStopped)
             starts = [start(rank, rendezvous) for rank in range(len(actors))]
-            facts = await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s)
+            facts = await all_started(starts, "trainer ranks", timeout_s=run.config.cluster.start_timeout_s)
     finally:
         if life:
             for name in names:

@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.cluster.nodes import RAY_NODES
+from slipstream.orchestrator.cluster.ray_cluster import RunContext
 from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers
 from slipstream.orchestrator.cluster.rooms import Rooms
 from slipstream.orchestrator.errors import PlacementError
@@ -50,10 +51,8 @@ def workers_of(ray: Ray, *words: str) -> RolloutWorkers:
     config = load_run_config(["experiment=quickstart", *words])
     unused: Any = None
     cluster: Any = ray
-    return RolloutWorkers(
-        config, cluster, model_folder=Path(), hf_config=resolve_hf_config(config.model), device="cpu", sync_key=b"k",
-        rooms=Rooms(config, cluster, unused, "a"), is_one_node=True, check_node=unused, startup=unused,
-    )  # fmt: skip
+    run = RunContext(config, cluster, "cpu", resolve_hf_config(config.model), b"k", is_one_node=True, startup=unused)
+    return RolloutWorkers(run, Path(), Rooms(config, cluster, unused, "a"), unused)
 
 
 async def test_each_further_worker_has_a_room_of_its_own_until_it_ends() -> None:
