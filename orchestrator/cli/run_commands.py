@@ -8,6 +8,7 @@ Invariant: importing this module loads neither torch, Ray nor vLLM.
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ def status(flags: argparse.Namespace, _: list[str]) -> int:
 
 def view(flags: argparse.Namespace, _: list[str]) -> int:
     """Serve the pages of runs, or write them into a file."""
-    from slipstream.orchestrator.view.command import ViewOptions, run_view
+    from slipstream.orchestrator.view.command import run_view
 
-    options = ViewOptions(runs=flags.runs or [Path("runs/latest")], port=flags.port, export=flags.export)
-    run_view(options, lambda line: print(line, flush=True))
+    say = partial(print, flush=True)
+    run_view(flags.runs or [Path("runs/latest")], say, port=flags.port, export=flags.export)
     return EXIT_OK
 
 

@@ -123,3 +123,7 @@ def _check_template_knows_tools(config: RunConfig) -> None:
             f"{'model.tokenizer=characters' if is_characters else folder} writes no tools: a model would never see "
             "them; give model.tokenizer=FOLDER with a template that does, or rollout.episodes.tool_parser=null"
         )
+
+
+CODE_CHECKS = (check_reward_loads, check_algorithm_loads, check_teacher_answers, check_agent_loads)
+"""In the order of the report."""

@@ -17,7 +17,7 @@ from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, DType, Objective, RemoteMerge, RolloutConfig, RunConfig, TransportKind
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
-from slipstream.orchestrator.inputs.object_store import object_store_bytes
+from slipstream.orchestrator.inputs.object_store import object_store_bytes, route_bytes
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers, few_open_files
 from slipstream.orchestrator.socket_folder import socket_folder, where_sockets_lie
 from slipstream.rollout.node_cache import where_caches_lie
@@ -169,6 +169,25 @@ def _without_base(config: RunConfig) -> str:
     return ", or set weight_sync.remote_merge=none" if _base_bytes(config) else ""
 
 
+def check_routes(config: RunConfig, machine: Machine) -> Fact | None:
+    """What recorded routes take of Ray's object store."""
+    routes = route_bytes(config)
+    if routes is None:
+        return None
+    found = (
+        f"recorded and replayed: {routes.per_token} bytes per token, {routes.at_a_time / 1e9:.2f} GB at most at a time"
+    )
+    store = object_store_bytes(config, machine)
+    if routes.at_a_time <= store or config.cluster.ray_address is not None:
+        return Fact("routes", found)
+    return Fact(
+        "routes",
+        f"{found}, more than the {store >> 20} MiB that Ray's object store gets, half of what /dev/shm has free; the "
+        "rest becomes files: enlarge /dev/shm (docker run --shm-size=16g)",
+        is_warning=True,
+    )
+
+
 def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
     """/dev/shm holds Ray's object store and the message queues of engines with several ranks."""
     if config.cluster.ray_address is not None:
@@ -259,3 +278,19 @@ def check_dashboard_port(config: RunConfig, machine: Machine) -> Fact:
 def _hidden_gpus() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+
+
+MACHINE_CHECKS = (
+    check_devices,
+    check_memory,
+    check_base_has_room,
+    check_routes,
+    check_shared_memory,
+    check_caches,
+    check_sockets,
+    check_open_files,
+    check_link,
+    check_ray_cluster,
+    check_dashboard_port,
+)
+"""In the order of the report."""

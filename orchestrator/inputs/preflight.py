@@ -36,29 +36,11 @@ from slipstream.orchestrator.files.run_folder import RunFolder, changed_options,
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from slipstream.orchestrator.inputs.engine_needs import check_engine_needs
 from slipstream.orchestrator.inputs.facts import Fact
-from slipstream.orchestrator.inputs.given_code import (
-    check_agent_loads,
-    check_algorithm_loads,
-    check_reward_loads,
-    check_teacher_answers,
-)
+from slipstream.orchestrator.inputs.given_code import CODE_CHECKS
 from slipstream.orchestrator.inputs.logger_checks import check_loggers
-from slipstream.orchestrator.inputs.machine_checks import (
-    MIN_FREE_BYTES,
-    check_base_has_room,
-    check_caches,
-    check_dashboard_port,
-    check_devices,
-    check_link,
-    check_memory,
-    check_open_files,
-    check_ray_cluster,
-    check_shared_memory,
-    check_sockets,
-)
+from slipstream.orchestrator.inputs.machine_checks import MACHINE_CHECKS, MIN_FREE_BYTES
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
-from slipstream.orchestrator.inputs.object_store import object_store_bytes, route_bytes
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
@@ -88,7 +70,7 @@ def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport
     facts: list[Fact] = []
     problems: list[str] = []
     # Processes that wait for a controller have their place on this machine.
-    of_machine = MACHINE_CHECKS if waits_for(config) is None else (check_run_folder,)
+    of_machine = (*(MACHINE_CHECKS if waits_for(config) is None else ()), check_run_folder)
     for check in (*OPTION_CHECKS, *(partial(check, machine=machine) for check in of_machine)):
         try:
             if (fact := check(config)) is not None:
@@ -239,25 +221,6 @@ def check_evaluation(config: RunConfig) -> Fact:
     return Fact("evaluation", f"{counted(len(sets), 'held-out set')}{named}, {how}{kept}")
 
 
-def check_routes(config: RunConfig, machine: Machine) -> Fact | None:
-    """What recorded routes take of Ray's object store."""
-    routes = route_bytes(config)
-    if routes is None:
-        return None
-    found = (
-        f"recorded and replayed: {routes.per_token} bytes per token, {routes.at_a_time / 1e9:.2f} GB at most at a time"
-    )
-    store = object_store_bytes(config, machine)
-    if routes.at_a_time <= store or config.cluster.ray_address is not None:
-        return Fact("routes", found)
-    return Fact(
-        "routes",
-        f"{found}, more than the {store >> 20} MiB that Ray's object store gets, half of what /dev/shm has free; the "
-        "rest becomes files: enlarge /dev/shm (docker run --shm-size=16g)",
-        is_warning=True,
-    )
-
-
 def check_training(config: RunConfig) -> Fact:
     """What a step trains, and of how much."""
     run, trainer, algorithm = config.run, config.trainer, config.algorithm
@@ -328,28 +291,11 @@ OPTION_CHECKS = (
     check_training,
     check_sampling,
     check_evaluation,
-    check_reward_loads,
-    check_algorithm_loads,
-    check_teacher_answers,
-    check_agent_loads,
+    *CODE_CHECKS,
     check_loggers,
     check_checkpoint_dir,
 )
-MACHINE_CHECKS = (
-    check_devices,
-    check_memory,
-    check_base_has_room,
-    check_routes,
-    check_shared_memory,
-    check_caches,
-    check_sockets,
-    check_open_files,
-    check_link,
-    check_ray_cluster,
-    check_dashboard_port,
-    check_run_folder,
-)
-"""Both in the order of the report."""
+"""In the order of the report; then come those of the machine, and check_run_folder."""
 
 
 def _join(problems: list[str]) -> str:

@@ -5,7 +5,6 @@ Owns: the order of things and what is printed. Does not own: addresses (server.p
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
@@ -16,30 +15,23 @@ from slipstream.orchestrator.view.server import ViewServer
 MOST_RUNS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class ViewOptions:
-    runs: Sequence[Path]
-    port: int = 0
-    export: Path | None = None
-
-
-def run_view(options: ViewOptions, say: Callable[[str], None]) -> None:
+def run_view(runs: Sequence[Path], say: Callable[[str], None], *, port: int = 0, export: Path | None = None) -> None:
     """Serve until cancelled, or export.
 
     Raises:
         ConfigError: a RUN is no run folder, the port is taken, or the file cannot be written.
     """
-    if len(options.runs) > MOST_RUNS:
-        raise ConfigError(f"slipstream view shows at most {MOST_RUNS} runs at once, got {len(options.runs)}")
-    if not 0 <= options.port < 1 << 16:
-        raise ConfigError(f"--port must be at most 65535, got {options.port}; 0 is any that is free")
-    unique = {run.resolve(): run for run in options.runs}
+    if len(runs) > MOST_RUNS:
+        raise ConfigError(f"slipstream view shows at most {MOST_RUNS} runs at once, got {len(runs)}")
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port must be at most 65535, got {port}; 0 is any that is free")
+    unique = {run.resolve(): run for run in runs}
     readers = [RunReader(run) for run in unique.values()]
-    if options.export is not None:
-        size = write_page(readers, options.export)
-        say(f"{options.export}: {size / 1e6:.1f} MB, to be opened in any browser; it holds prompts and responses")
+    if export is not None:
+        size = write_page(readers, export)
+        say(f"{export}: {size / 1e6:.1f} MB, to be opened in any browser; it holds prompts and responses")
         return
-    asyncio.run(_serve(readers, options.port, say))
+    asyncio.run(_serve(readers, port, say))
 
 
 async def _serve(readers: Sequence[RunReader], port: int, say: Callable[[str], None]) -> None:

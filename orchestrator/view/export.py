@@ -58,7 +58,7 @@ def snapshot(reader: RunReader) -> JsonObject:
     return {
         "summary": {**reader.summary(), "state": "exported"},
         "metrics": reader.metrics(None, 0),
-        "options": reader.plain_options(),
+        "options": reader.options,
         "environment": reader.environment(),
         "fleet": reader.fleet(),
         "timeline": {"steps": steps, "traces": traces},

@@ -44,7 +44,8 @@ class RunReader:
 
     def __init__(self, root: Path) -> None:
         self.folder = RunFolder(root.resolve())
-        self.options = dict(flatten(saved_options(root)))
+        self.options: JsonObject = dict(flatten(saved_options(root)))
+        """By their full names."""
         self._tokens = TokenText(self.folder.model)
         self._metrics = MetricsTable(self.folder.metrics)
         self._fleet_file, self._fleet = GrowingFile(self.folder.fleet), FleetTable()
@@ -79,10 +80,6 @@ class RunReader:
         """Columns of metrics.jsonl."""
         self._metrics.refresh()
         return self._metrics.columns(names, after_row)
-
-    def plain_options(self) -> JsonObject:
-        """Options by their full names."""
-        return self.options
 
     def environment(self) -> JsonObject:
         """environment.json; empty where there is none."""

@@ -58,25 +58,30 @@ def parse_query(words: Mapping[str, str]) -> SampleQuery:
         raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     if kind and kind not in KINDS:
         raise ConfigError(f"kind must be one of {', '.join(KINDS)} or nothing, got {kind!r}")
-
-    def number(name: str) -> int | None:
-        word = words.get(name, "")
-        if not word:
-            return None
-        if not (word.isascii() and word.isdigit()) or len(word) > 10:
-            raise ConfigError(f"{name} must be a whole number, got {word!r}")
-        return int(word)
-
     return SampleQuery(
         order=order,
         kind=kind,
         flags=sum(flag for name, flag in FLAGS.items() if words.get(name) == "1"),
         has_turns=words.get("turns") == "1",
-        first_step=number("first_step") or 0,
-        last_step=number("last_step"),
-        prompt_id=number("prompt_id"),
-        page=number("page") or 0,
+        first_step=whole(words, "first_step") or 0,
+        last_step=whole(words, "last_step"),
+        prompt_id=whole(words, "prompt_id"),
+        page=whole(words, "page") or 0,
     )
+
+
+def whole(words: Mapping[str, str], name: str) -> int | None:
+    """A parameter that is a whole number; None where it is not given.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    word = words.get(name, "")
+    if not word:
+        return None
+    if not (word.isascii() and word.isdigit()) or len(word) > 10:
+        raise ConfigError(f"{name} must be a whole number, got {word!r}")
+    return int(word)
 
 
 def chosen(index: npt.NDArray[np.void], query: SampleQuery) -> npt.NDArray[np.intp]:

@@ -26,7 +26,7 @@ from aiohttp import web
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.view.run_reader import RunReader
-from slipstream.orchestrator.view.sample_query import parse_query
+from slipstream.orchestrator.view.sample_query import parse_query, whole
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class ViewServer:
             ConfigError: the port is taken, or not for this user.
         """
         app = web.Application(middlewares=[self._guarded])
-        app.router.add_get("/", self._page)
+        app.router.add_get("/", self._page_file)
         app.router.add_get("/static/{name:.+}", self._page_file)
         app.router.add_get("/api/runs", self._runs)
         app.router.add_get("/api/runs/{run:[0-9]+}/{what}", self._of_run)
@@ -126,11 +126,8 @@ class ViewServer:
             logger.exception("%s could not be answered", request.path)
             return _answer({"error": f"a file of the run cannot be understood ({type(error).__name__}: {error})"}, 500)
 
-    async def _page(self, _: web.Request) -> web.StreamResponse:
-        return web.Response(text=page_file("index.html"), content_type="text/html", headers=HEADERS)
-
     async def _page_file(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
+        name = request.match_info.get("name", "index.html")
         if name not in PAGE_FILES:
             raise web.HTTPNotFound
         kind = TYPES["." + name.rpartition(".")[2]]
@@ -158,39 +155,32 @@ def answer(reader: RunReader, what: str, name: str | None, words: Mapping[str, s
     Raises:
         ConfigError: there is no such thing, or it is asked for in a way that makes no sense.
     """
-    if name is None:
-        if what == "metrics":
+    match what, name:
+        case "options", None:
+            return reader.options
+        case "environment", None:
+            return reader.environment()
+        case "fleet", None:
+            return reader.fleet()
+        case "metrics", None:
             names = words.get("names")
-            return reader.metrics(names.split(",") if names else None, whole(words, "after_row"))
-        if what == "samples":
+            return reader.metrics(names.split(",") if names else None, whole(words, "after_row") or 0)
+        case "samples", None:
             return reader.samples(parse_query(words))
-        simple: dict[str, Callable[[], JsonObject]] = {
-            "options": reader.plain_options,
-            "environment": reader.environment,
-            "fleet": reader.fleet,
-            "timeline": reader.steps_with_timeline,
-        }
-        if what in simple:
-            return simple[what]()
-    elif what == "timeline":
-        return reader.timeline(whole({"step": name}, "step"))
-    elif what == "trace":
-        return reader.trace(name)
-    elif what == "sample":
-        return reader.sample(
-            whole({"sample": name}, "sample"),
-            first_token=whole(words, "first_token"),
-            first_char=whole(words, "first_char"),
-        )
-    raise ConfigError(f"there is no {what!r} of a run")
-
-
-def whole(words: Mapping[str, str], name: str) -> int:
-    """A parameter that is a whole number; 0 where it is not given."""
-    word = words.get(name, "0")
-    if not (word.isascii() and word.isdigit()) or len(word) > 10:
-        raise ConfigError(f"{name} must be a whole number, got {word!r}")
-    return int(word)
+        case "sample", str():
+            return reader.sample(
+                whole({"sample": name}, "sample") or 0,
+                first_token=whole(words, "first_token") or 0,
+                first_char=whole(words, "first_char") or 0,
+            )
+        case "timeline", None:
+            return reader.steps_with_timeline()
+        case "timeline", str():
+            return reader.timeline(whole({"step": name}, "step") or 0)
+        case "trace", str():
+            return reader.trace(name)
+        case _:
+            raise ConfigError(f"there is no {what!r} of a run")
 
 
 def _answer(content: object, status: int = 200) -> web.Response:

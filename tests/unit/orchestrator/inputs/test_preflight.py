@@ -21,6 +21,7 @@ from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.orchestrator.inputs.engine_needs import check_engine_needs
+from slipstream.orchestrator.inputs.machine_checks import check_routes
 from slipstream.orchestrator.inputs.object_store import LEAST_BYTES, object_store_bytes
 from slipstream.orchestrator.inputs.preflight import (
     _count,
@@ -29,7 +30,6 @@ from slipstream.orchestrator.inputs.preflight import (
     check_initial_adapter,
     check_model,
     check_packages,
-    check_routes,
     check_run_folder,
     check_training,
     run_preflight,

@@ -11,7 +11,7 @@ from bench.run_folders import MadeUpRun
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.growing_file import GrowingFile, objects
-from slipstream.orchestrator.view.command import ViewOptions, run_view
+from slipstream.orchestrator.view.command import run_view
 from slipstream.orchestrator.view.fleet_table import FleetTable
 from slipstream.orchestrator.view.metrics_table import MetricsTable
 from slipstream.orchestrator.view.run_reader import RunReader
@@ -224,10 +224,10 @@ def test_a_port_that_is_taken_and_a_file_that_cannot_be_written_are_told(tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} cannot be listened on"):
-            run_view(ViewOptions([run], port=port), print)
+            run_view([run], print, port=port)
     with pytest.raises(ConfigError, match="at most 65535, got 70000"):
-        run_view(ViewOptions([run], port=70000), print)
+        run_view([run], print, port=70000)
     with pytest.raises(ConfigError, match="cannot be written"):
-        run_view(ViewOptions([run], export=tmp_path / "no" / "run.html"), print)
+        run_view([run], print, export=tmp_path / "no" / "run.html")
     with pytest.raises(ConfigError, match="at most 12 runs at once, got 13"):
-        run_view(ViewOptions([run] * 13), print)
+        run_view([run] * 13, print)
