@@ -22,12 +22,9 @@ def common_fields(
 ) -> JsonObject:
     """The fields of ModelSpec that every family reads alike. `width` is the field of feed-forwards; the head is the
     embedding table where the config does not say and `is_tied`."""
-    refuse(config, "hidden_act", ("silu",))
-    refuse(config, "attention_dropout", (0.0, None))
+    refuse(config, hidden_act=("silu",), attention_dropout=(0.0, None))
     # vLLM reads these of any config, and transformers' models have no such parts
-    refuse(config, "is_causal", (True, None))
-    for key in ("dual_chunk_attention_config", "llama_4_scaling"):
-        refuse(config, key, (None,))
+    refuse(config, is_causal=(True, None), dual_chunk_attention_config=(None,), llama_4_scaling=(None,))
     return {
         "family": config["model_type"],
         "hf_architecture": architecture,
@@ -116,7 +113,7 @@ def rope_spec(
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     given: Any = older or newer or {}
     rope: JsonObject = given
-    refuse(config, "original_max_position_embeddings", (None,))  # transformers prefers it to that of YaRN
+    refuse(config, original_max_position_embeddings=(None,))  # transformers prefers it to that of YaRN
     unknown = sorted(set(rope) - _ROPE_FIELDS - {*ignored}) if isinstance(given, dict) else [repr(given)]
     if unknown:
         raise ConfigError(
@@ -180,7 +177,7 @@ def _linear(config: JsonObject, rope: JsonObject) -> LinearScaling:
 def refuse_windows(config: JsonObject, kind: str = "full_attention") -> None:
     """For families whose layers are all of one kind, without a window: vLLM gives each layer a window that the config
     names."""
-    refuse(config, "sliding_window", (None,))
+    refuse(config, sliding_window=(None,))
     refuse_layer_types(config, kind)
 
 
@@ -208,20 +205,19 @@ def hidden_per_head(config: JsonObject) -> int:
 
 
 def size(config: JsonObject, key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"model.hf_config.{key} must be a positive whole number, got {value!r}")
-    return value
+    return _whole(config, key, default, 1, "a positive whole number")
 
 
 def count(config: JsonObject, key: str, default: int | None = None) -> int:
+    return _whole(config, key, default, 0, "a whole number from 0 on")
+
+
+def _whole(config: JsonObject, key: str, default: int | None, least: int, what: str) -> int:
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"model.hf_config.{key} must be a whole number from 0 on, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"model.hf_config.{key} must be {what}, got {value!r}")
     return value
 
 
@@ -232,13 +228,15 @@ def by_layer(config: JsonObject, key: str) -> list[Any]:
     return [*(config.get(key) or ())]
 
 
-def refuse(config: JsonObject, key: str, allowed: tuple[Any, ...]) -> None:
-    value = config.get(key, allowed[0])
-    if value not in allowed:
-        raise ConfigError(
-            f"model.hf_config.{key}={value!r} is not supported for {config['model_type']}; "
-            f"supported: {', '.join(repr(one) for one in allowed)}"
-        )
+def refuse(config: JsonObject, **allowed: tuple[Any, ...]) -> None:
+    """Refuse fields with other values than these. The first one counts where the config does not say."""
+    for key, values in allowed.items():
+        value = config.get(key, values[0])
+        if value not in values:
+            raise ConfigError(
+                f"model.hf_config.{key}={value!r} is not supported for {config['model_type']}; "
+                f"supported: {', '.join(repr(one) for one in values)}"
+            )
 
 
 def require(config: JsonObject, *keys: str) -> None:
@@ -253,17 +251,17 @@ def require(config: JsonObject, *keys: str) -> None:
 
 
 def number(config: JsonObject, key: str, default: float) -> float:
-    value = config.get(key, default)
+    return float(_positive(config.get(key, default), f"model.hf_config.{key}"))
+
+
+def _positive(value: object, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"model.hf_config.{key} must be a positive number, got {value!r}")
-    return float(value)
+        raise ConfigError(f"{name} must be a positive number, got {value!r}")
+    return value
 
 
 def _number(rope: JsonObject, key: str) -> float:
-    value = rope.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"model.hf_config: RoPE's {key} must be a positive number, got {value!r}")
-    return value
+    return _positive(rope.get(key), f"model.hf_config: RoPE's {key}")
 
 
 _ROPE_FIELDS = {

@@ -42,7 +42,7 @@ def deepseek_v3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     require(config, *_OF_ROUTER)
     rope = rope_spec(config, size(config, "qk_rope_head_dim"), interleaved=True, partial=1.0)
     common = common_fields(config, "DeepseekV3ForCausalLM")
-    refuse(config, "index_topk", (None,))
+    refuse(config, index_topk=(None,))
     return ModelSpec(
         **common,
         attentions=in_all_layers(config, _latent_attention(config, rope, _latent_eps(common, mla_norm_eps))),
@@ -53,7 +53,7 @@ def deepseek_v3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 def deepseek_v32(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """DeepSeek-V3.2 (transformers models/deepseek_v32): DeepSeek-V3, where an indexer chooses each query's keys."""
-    refuse(config, "indexer_rope_interleave", (False, None))
+    refuse(config, indexer_rope_interleave=(False, None))
     common = common_fields(config, "DeepseekV32ForCausalLM")
     rounds_logits = config.get("moe_router_dtype") != "float32"
     return _with_indexer(config, common, mla_norm_eps, interleaved=False, engine_rounds_logits=rounds_logits)
@@ -63,7 +63,7 @@ def glm_moe_dsa(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """GLM-5 (transformers models/glm_moe_dsa): DeepSeek-V3.2 with an indexer that turns neighbours. vLLM reads from the
     config that it does; its router is one in float32, whatever the config says."""
     require(config, "indexer_rope_interleave")
-    refuse(config, "indexer_rope_interleave", (True,))
+    refuse(config, indexer_rope_interleave=(True,))
     common = common_fields(config, "GlmMoeDsaForCausalLM", rms_norm_eps=1e-5)
     return _with_indexer(config, common, mla_norm_eps, interleaved=True, engine_rounds_logits=False)
 
@@ -76,10 +76,9 @@ def _with_indexer(
     require(config, *_OF_ROUTER, "index_topk", "index_n_heads", "index_head_dim")
     num_layers, num_dense = size(config, "num_hidden_layers"), first_dense_layers(config)
     _check_dense_layers(config, ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)])
-    refuse(config, "mlp_bias", (False, None))
+    refuse(config, mlp_bias=(False, None))
     # layers that see the keys that another one chose: vLLM reads the first two fields, transformers the third
-    refuse(config, "index_topk_freq", (1,))
-    refuse(config, "index_topk_pattern", (None,))
+    refuse(config, index_topk_freq=(1,), index_topk_pattern=(None,))
     if set(kinds := by_layer(config, "indexer_types")) - {"full"}:
         raise ConfigError(
             f"model.hf_config.indexer_types={kinds!r} is not supported for {config['model_type']}: every layer has an "
@@ -136,10 +135,10 @@ def glm4_moe_lite(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     num_layers = size(config, "num_hidden_layers")
     _check_dense_layers(config, ["dense", *["sparse"] * (num_layers - 1)], "none, which is one dense layer")
     turning = size(config, "qk_rope_head_dim")
-    refuse(config, "head_dim", (turning, None))
+    refuse(config, head_dim=(turning, None))
     rope = rope_spec(config, turning, interleaved=True)
     common = common_fields(config, "Glm4MoeLiteForCausalLM", rms_norm_eps=1e-5)
-    refuse(config, "index_topk", (None,))
+    refuse(config, index_topk=(None,))
     return ModelSpec(
         **common,
         attentions=in_all_layers(config, _latent_attention(config, rope, _latent_eps(common, mla_norm_eps))),
@@ -151,9 +150,7 @@ def glm4_moe_lite(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 def _latent_attention(config: JsonObject, rope: RopeSpec, norm_eps: float, kind: str = "full_attention") -> MlaSpec:
     """Low-rank queries, keys and values. vLLM's have no biases, turn pairs (2i, 2i + 1), and take fewer of YaRN's
     fields. `kind` is what transformers calls the layers."""
-    refuse(config, "attention_bias", (False, None))
-    refuse(config, "rope_interleave", (True,))
-    refuse(config, "tie_word_embeddings", (False, None))
+    refuse(config, attention_bias=(False, None), rope_interleave=(True,), tie_word_embeddings=(False, None))
     refuse_windows(config, kind)
     require(config, "q_lora_rank", "num_key_value_heads")
     heads = size(config, "num_attention_heads")
@@ -199,7 +196,7 @@ def glm4_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward, and grouped-query
     attention that rotates half of each head. vLLM's head is its own."""
     require(config, "n_shared_experts")
-    refuse(config, "tie_word_embeddings", (False, None))
+    refuse(config, tie_word_embeddings=(False, None))
     refuse_windows(config)
     head_dim = size(config, "head_dim", hidden_per_head(config))
     attention = grouped_queries(
@@ -228,9 +225,7 @@ def sigmoid_moe(
         scaling_factor: routed_scaling_factor, if the config does not say.
         num_shared: n_shared_experts, if the config does not say.
     """
-    refuse(config, "scoring_func", ("sigmoid",))
-    refuse(config, "topk_method", ("noaux_tc",))
-    refuse(config, "moe_layer_freq", (1,))
+    refuse(config, scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,))
     experts = expert_sizes(config)
     groups, top_groups = size(config, "n_group", 1), size(config, "topk_group", 1)
     group_size = experts["num_experts"] // groups

@@ -138,12 +138,8 @@ def _minimax_m2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
                 f"model.hf_config.{key} must be {wanted!r} for minimax_m2, got {config.get(key)!r}: vLLM reads it, and "
                 "transformers has no other router"
             )
-    refuse(config, "use_qk_norm", (True,))
-    refuse(config, "qk_norm_type", ("per_layer",))
-    refuse(config, "shared_intermediate_size", (0, None))
-    for key in ("attention_bias", "tie_word_embeddings"):
-        refuse(config, key, (False, None))
-    refuse(config, "router_jitter_noise", (0.0, None))
+    refuse(config, use_qk_norm=(True,), qk_norm_type=("per_layer",), shared_intermediate_size=(0, None))
+    refuse(config, attention_bias=(False, None), tie_word_embeddings=(False, None), router_jitter_noise=(0.0, None))
     refuse_windows(config)
     if set(by_layer(config, "attn_type_list")) - {1}:
         raise ConfigError("model.hf_config.attn_type_list must be 1 (full attention) for every layer of minimax_m2")
@@ -167,12 +163,7 @@ def _minimax_m2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 def _gpt_oss(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """gpt-oss (transformers models/gpt_oss): sinks, a sliding window in every other layer, clamped SwiGLU, biases
     everywhere. vLLM's model has its biases, its eps, its windows' layers and YaRN written down."""
-    for key, allowed in (
-        ("attention_bias", (True,)),
-        ("rms_norm_eps", (1e-5,)),
-        ("tie_word_embeddings", (False, None)),
-    ):
-        refuse(config, key, allowed)
+    refuse(config, attention_bias=(True,), rms_norm_eps=(1e-5,), tie_word_embeddings=(False, None))
     num_layers, head_dim = size(config, "num_hidden_layers"), size(config, "head_dim", 64)
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     if (by_layer(config, "layer_types") or kinds) != kinds:

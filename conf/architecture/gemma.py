@@ -41,11 +41,9 @@ GEMMA3_DEFAULTS: JsonObject = {
 def gemma3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Gemma 3 (transformers models/gemma3): a sliding window in five of six layers, with a RoPE of its own; norms of
     1 + weight before and after attention and feed-forward; GELU; scaled embeddings, which are the head, too."""
-    refuse(config, "hidden_activation", ("gelu_pytorch_tanh",))
-    for key in ("attention_bias", "use_bidirectional_attention"):
-        refuse(config, key, (False, None))
-    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
-        refuse(config, key, (None,))
+    refuse(config, hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
+    refuse(config, use_bidirectional_attention=(False, None))
+    refuse(config, final_logit_softcapping=(None,), attn_logit_softcapping=(None,))
     require(config, "sliding_window")
     head_dim, window = size(config, "head_dim", 256), size(config, "sliding_window")
     full, local = _ropes(config, head_dim)
@@ -74,12 +72,12 @@ def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     a soft cap. The second has experts beside its dense feed-forward.
     """
     _refuse_other_gemma4(config)
-    refuse(config, "hidden_activation", ("gelu_pytorch_tanh",))
-    refuse(config, "attention_bias", (False, None))
-    refuse(config, "attn_logit_softcapping", (None,))
-    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"):
-        refuse(config, key, (None,))  # rope_parameters has them, by kind of layer
-    refuse(config, "use_bidirectional_attention", (None, "vision"))  # of pictures' tokens
+    refuse(config, hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
+    refuse(config, attn_logit_softcapping=(None,), use_bidirectional_attention=(None, "vision"))  # of pictures' tokens
+    # rope_parameters has them, by kind of layer
+    refuse(
+        config, rope_theta=(None,), rope_scaling=(None,), partial_rotary_factor=(None,), rope_local_base_freq=(None,)
+    )
     softcap = config.get("final_logit_softcapping")
     common = common_fields(config, "Gemma4ForCausalLM", is_tied=True)
     return ModelSpec(

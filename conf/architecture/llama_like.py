@@ -31,7 +31,7 @@ from slipstream.conf.schema import MlaNormEps
 
 def llama(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Llama 2 and 3 (transformers models/llama): no norms on q and k."""
-    refuse(config, "mlp_bias", (False,))
+    refuse(config, mlp_bias=(False,))
     refuse_windows(config)
     _refuse_others_of_engine(config)
     head_dim = size(config, "head_dim", hidden_per_head(config))
@@ -44,16 +44,14 @@ def llama(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 def mistral(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Mistral (transformers models/mistral): Llama whose layers may all have a sliding window."""
-    for key in ("attention_bias", "mlp_bias"):
-        refuse(config, key, (False, None))
-    refuse(config, "ada_rms_norm_t_cond", (False, None))
+    refuse(config, attention_bias=(False, None), mlp_bias=(False, None), ada_rms_norm_t_cond=(False, None))
     _refuse_others_of_engine(config)
     return _mistral_like(config, "MistralForCausalLM", default_window=4096)
 
 
 def mixtral(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Mixtral (transformers models/mixtral): Mistral's attention, every feed-forward a mixture of experts."""
-    refuse(config, "router_jitter_noise", (0.0, None))
+    refuse(config, router_jitter_noise=(0.0, None))
     moe = MoeSpec(
         **expert_sizes(config, width="intermediate_size"),
         norm_topk_prob=True,
@@ -73,13 +71,13 @@ def qwen2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 def qwen2_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Qwen1.5-MoE and Qwen2-MoE (transformers models/qwen2_moe): Qwen2 with routed experts and one that every token
     passes, weighed by a gate of its own."""
-    refuse(config, "qkv_bias", (True,))
+    refuse(config, qkv_bias=(True,))
     return _qwen2_like(config, "Qwen2MoeForCausalLM", _with_shared_gate(config, _sparse_layers(config)))
 
 
 def qwen3(config: JsonObject, mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
     """Qwen3 (transformers models/qwen3): norms on the heads of q and k."""
-    refuse(config, "use_sliding_window", (False, None))
+    refuse(config, use_sliding_window=(False, None))
     refuse_layer_types(config)
     # Only the dense family has a default head_dim of its own.
     head_dim = size(config, "head_dim", 128 if moe is None else hidden_per_head(config))
@@ -102,7 +100,7 @@ def qwen3_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 def qwen3_next(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Qwen3-Next (transformers models/qwen3_next): experts of which one is for every token, and perhaps dense layers.
     vLLM's head is its own."""
-    refuse(config, "tie_word_embeddings", (False, None))
+    refuse(config, tie_word_embeddings=(False, None))
     moe = _with_shared_gate(config, _sparse_layers(config, norm_topk_prob=True), default=512)
     return _with_delta_net(config, "Qwen3NextForCausalLM", moe, has_fused_inputs=True)
 
@@ -115,9 +113,7 @@ def qwen3_5(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 def qwen3_5_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """The language model of Qwen3.5-MoE and 3.6-MoE (transformers models/qwen3_5_moe): every layer has experts. Neither
     transformers nor vLLM reads the three fields that other families have for it."""
-    refuse(config, "mlp_only_layers", ([], None))
-    refuse(config, "decoder_sparse_step", (1, None))
-    refuse(config, "norm_topk_prob", (True, None))
+    refuse(config, mlp_only_layers=([], None), decoder_sparse_step=(1, None), norm_topk_prob=(True, None))
     every = (True,) * size(config, "num_hidden_layers")
     moe = MoeSpec(**expert_sizes(config), norm_topk_prob=True, layers=every)
     moe = _with_shared_gate(config, moe, default=512)
@@ -152,11 +148,9 @@ def _with_delta_net(
         has_fused_inputs: As DeltaNetSpec.has_fused_inputs.
         width: Field of the width of dense feed-forwards, which no layer needs to have.
     """
-    for key in ("attention_bias", "qkv_bias", "use_sliding_window", "layer_scale"):
-        refuse(config, key, (False, None))
-    refuse(config, "attn_output_gate", (True, None))
-    refuse(config, "output_gate_type", ("silu", "swish", None))
-    refuse(config, "sliding_window", (None,))
+    refuse(config, attention_bias=(False, None), qkv_bias=(False, None), layer_scale=(False, None))
+    refuse(config, use_sliding_window=(False, None), sliding_window=(None,))
+    refuse(config, attn_output_gate=(True, None), output_gate_type=("silu", "swish", None))
     num_layers, head_dim = size(config, "num_hidden_layers"), size(config, "head_dim", 256)
     interval = size(config, "full_attention_interval", 4)
     kinds = by_layer(config, "layer_types") or [
@@ -199,10 +193,8 @@ def olmoe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     vLLM's model has its eps, its norms' size, its untied head and its unnormalized weights written down, and clips
     nothing (0.32, `olmoe.py`).
     """
-    refuse(config, "clip_qkv", (None,))
-    refuse(config, "rms_norm_eps", (1e-5,))
-    for key in ("norm_topk_prob", "attention_bias", "tie_word_embeddings"):
-        refuse(config, key, (False, None))
+    refuse(config, clip_qkv=(None,), rms_norm_eps=(1e-5,), norm_topk_prob=(False, None))
+    refuse(config, attention_bias=(False, None), tie_word_embeddings=(False, None))
     refuse_windows(config)
     head_dim = _engine_head_dim(config)
     attention = grouped_queries(config, head_dim, rope_spec(config, head_dim), qk_norm=True, needs_kv_heads=False)
@@ -254,9 +246,8 @@ def _mistral_like(
 
 
 def _qwen2_like(config: JsonObject, architecture: str, moe: MoeSpec | None = None) -> ModelSpec:
-    refuse(config, "use_sliding_window", (False, None))
+    refuse(config, use_sliding_window=(False, None), qk_norm=(False, None))
     refuse_layer_types(config)
-    refuse(config, "qk_norm", (False, None))
     head_dim = _engine_head_dim(config)
     attention = grouped_queries(config, head_dim, rope_spec(config, head_dim), qkv_bias=True)
     return ModelSpec(**common_fields(config, architecture), attentions=in_all_layers(config, attention), moe=moe)
@@ -276,15 +267,13 @@ def _sparse_layers(config: JsonObject, *, norm_topk_prob: bool = False) -> MoeSp
 
 def _refuse_others_of_engine(config: JsonObject) -> None:
     """Fields that vLLM's Llama reads for other families' sake."""
-    for key in ("bias", "qkv_bias"):
-        refuse(config, key, (False, None))
-    refuse(config, "logit_scale", (1.0, None))
+    refuse(config, bias=(False, None), qkv_bias=(False, None), logit_scale=(1.0, None))
 
 
 def _engine_head_dim(config: JsonObject) -> int:
     """hidden_size / num_attention_heads; vLLM's model of the family knows no other."""
     head_dim = hidden_per_head(config)
-    refuse(config, "head_dim", (head_dim, None))
+    refuse(config, head_dim=(head_dim, None))
     return head_dim
 
 

@@ -42,22 +42,12 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_positions: int
 
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
     """Every position is divided by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595)."""
 
     factor: float
-
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +56,6 @@ class ProportionalScaling:
 
     share: float
     """The part of the pairs that turns."""
-
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
 
 
 RopeScaling = YarnScaling | Llama3Scaling | LinearScaling | ProportionalScaling

@@ -27,7 +27,7 @@ class RotaryEmbedding:
 
     def __init__(self, spec: RopeSpec, rotation: Rounding = Rounding.each) -> None:
         self._spec, self._is_wide = spec, spec.is_wide and rotation is Rounding.once
-        self._factor = 1.0 if spec.scaling is None else spec.scaling.cos_sin_factor
+        self._factor = spec.scaling.cos_sin_factor if isinstance(spec.scaling, YarnScaling) else 1.0
         self._inverse_frequencies = _inverse_frequencies(spec, torch.device("cpu"))
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
