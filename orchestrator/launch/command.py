@@ -1,22 +1,22 @@
 """`slipstream launch`: a run's options, and where it is to run --> a file for SLURM, KubeRay or SkyPilot.
 
-Owns: the order of checks, what the templates are filled with, and the words on how to use the file. Does not own: the
-files (templates/). Invariants: nothing is started, and no model or data file is looked at: the job's machines have
-them. A job that is started again under its name goes on where it was, without anybody's help, and every word of a user
-reaches the run as it was typed.
+Owns: the order of checks, how many machines a run needs, what the templates are filled with, and the words on how to
+use the file. Does not own: the files (templates/). Invariants: nothing is started, and no model or data file is looked
+at: the job's machines have them. A job that is started again under its name goes on where it was, without anybody's
+help, and every word of a user reaches the run as it was typed.
 """
 
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import Device, RunConfig
+from slipstream.conf.schema import Device, Objective, RunConfig
 from slipstream.orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions, Target, is_label
-from slipstream.orchestrator.launch.shape import Shape, shape_of
 
 NODES_TIMEOUT_S = 600
 """Longest wait until all machines of a job have joined Ray."""
@@ -24,6 +24,17 @@ GRACE_S = 240
 """From the notice of an end to the end itself: a minute for the step, the rest for saving."""
 _OURS = ("run.name", "run.dir", "run.resume", "cluster.ray_address")
 _PATHS = ("model.path", "model.tokenizer", "data.path", "data.eval_path", "trainer.lora.init_from")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Machines of a run, all alike. Example: Shape(nodes=6, gpus=8)."""
+
+    nodes: int
+    gpus: int
+    """GPUs of each machine; 0: a run on CPUs."""
+    processes: int
+    """Trainer ranks and rollout workers together."""
 
 
 def launch(config: RunConfig, words: Sequence[str], options: LaunchOptions) -> tuple[str, str]:
@@ -112,3 +123,34 @@ def _what_to_do(name: str, shape: Shape, run_dir: str, target: Target) -> str:
         Target.skypilot: f"Start it with: sky jobs launch FILE{token}. {again}",
     }[target]
     return f"{size}. {how} Run folders: {shlex.quote(run_dir)}"
+
+
+def shape_of(config: RunConfig, gpus_per_node: int) -> Shape:
+    """The fewest machines with `gpus_per_node` GPUs each that hold the run; of one machine only what the run uses.
+
+    An engine stays on one machine, and a trainer rank takes one GPU anywhere: with t GPUs per engine, a machine of g
+    GPUs holds floor(g / t) engines, or workers_per_gpu times as many, and ranks take what engines leave. So the
+    machines must have places for all engines, and GPUs for everything.
+
+    Raises:
+        ConfigError: an engine does not fit a machine, or CPUs would have to be shared by machines.
+    """
+    cluster, rollout = config.cluster, config.rollout
+    num_workers = rollout.least_workers if config.algorithm.objective is Objective.policy else 0
+    processes = config.trainer.num_ranks + num_workers
+    if cluster.device is Device.cpu:
+        return Shape(1, 0, processes)
+    if cluster.share_gpu:
+        return Shape(1, 1, processes)
+    if num_workers and rollout.tp_size > gpus_per_node:
+        raise ConfigError(
+            f"rollout.tp_size={rollout.tp_size} does not fit a machine of {gpus_per_node} GPUs, and an engine runs on "
+            "one machine; lower rollout.tp_size, or give --gpus-per-node"
+        )
+    num_engine_gpus = rollout.num_gpus if num_workers else 0
+    num_gpus = config.trainer.num_ranks + num_engine_gpus
+    if num_gpus <= gpus_per_node:
+        return Shape(1, num_gpus, processes)
+    num_places = num_engine_gpus // rollout.tp_size
+    nodes_for_engines = -(-num_places // (gpus_per_node // rollout.tp_size))
+    return Shape(max(nodes_for_engines, -(-num_gpus // gpus_per_node)), gpus_per_node, processes)

@@ -1,7 +1,7 @@
 """Flags of `slipstream launch`, checked.
 
 Owns: what a recipe is told beside the run's options, and the rules about it. Does not own: how many machines the run
-needs (shape.py), how a recipe is written (templates/).
+needs (command.py), how a recipe is written (templates/).
 """
 
 import re

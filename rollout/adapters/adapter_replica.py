@@ -22,12 +22,11 @@ evicted. Every group ends, however often it is evicted. A publish that fails los
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.conf.schema import PauseMode, SamplingConfig, WeightSyncConfig
-from slipstream.rollout.adapters.kinds import kind_of, last_of_kind
 from slipstream.rollout.adapters.slot_leases import SlotTable
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.continuation import go_on
@@ -35,6 +34,7 @@ from slipstream.rollout.engine.engine import EngineWithSlots, is_gone
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, PROBE, Adapter, Rollout
+from slipstream.weight_sync.record.repeated_layers import layer_of
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
 
@@ -285,3 +285,19 @@ class AdapterReplica:
         ignored = [kind for kind in kinds if await said_with(kind) == silent]
         await self._ask(SlotReceivers.fill, slot, [], 1)
         return ignored
+
+
+def kind_of(factor: str) -> str:
+    """The kind of module to which a factor belongs, by its name."""
+    if ".experts." in factor:
+        return "experts"
+    return "attention" if ".self_attn." in factor else "feed-forward"
+
+
+def last_of_kind(factors: Iterable[str], kind: str) -> list[str]:
+    """The factors of one kind of module in the last layer that has it: whatever acts there, acts through the fewest
+    other layers. (Where the first layer alone acts, noise in all of them shows nothing.)
+    """
+    of_kind = [name for name in factors if kind_of(name) == kind]
+    last = max(map(layer_of, of_kind), default=-1)
+    return [name for name in of_kind if layer_of(name) == last]

@@ -43,8 +43,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.rollout.errors import EngineError
 from slipstream.rollout.in_vllm.logprob_rows import gather, row_of_request, spread
-from slipstream.rollout.in_vllm.replaced import replace, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -286,3 +286,31 @@ def _group(ranks: list[int], rank: int, name: str) -> GroupCoordinator:
     }.items():
         setattr(group, field, value)
     return group
+
+
+@contextlib.contextmanager
+def replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """While the block runs, attributes of `target` have these values."""
+    before = {name: replace(target, name, value) for name, value in values.items()}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+def replace(target: Any, name: str, value: Any) -> Any:
+    """Set an attribute that must exist. Returns its old value.
+
+    Raises:
+        EngineError: There is no such attribute.
+    """
+    if not hasattr(target, name):
+        where = getattr(target, "__name__", type(target).__name__)
+        raise EngineError(
+            f"{where} has no {name}, which Slipstream replaces; the releases of vLLM that it supports are 0.25.1 "
+            "and 0.32, with the Triton that they ask for"
+        )
+    before = getattr(target, name)
+    setattr(target, name, value)
+    return before

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.conf.schema import PauseMode, SamplingConfig, SyncMode, WeightSyncConfig
-from slipstream.rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
-from slipstream.rollout.adapters.kinds import kind_of
+from slipstream.rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica, kind_of, last_of_kind
 from slipstream.rollout.errors import EngineDied, EngineError
 from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, Adapter, Rollout, Routes
@@ -183,3 +182,16 @@ async def test_what_another_worker_handed_over_goes_on_under_the_newest_version(
     assert engine.requests[0][0] == [*PROMPT, 1, 2]
     assert rollout.policy_versions == [5, 6] + [7] * 10
     assert (rollout.token_ids[:2], rollout.finish_reason, rollout.num_evictions) == ([1, 2], "length", 1)
+
+
+def test_noise_of_the_probe_is_in_the_last_layer_that_has_the_kind() -> None:
+    names = {
+        "model.layers.0.mlp.gate_up_proj.lora_a.0", "model.layers.0.self_attn.o_proj.lora_b.0",
+        "model.layers.9.self_attn.o_proj.lora_b.0", "model.layers.9.mlp.experts.w2_lora_a.0",
+        "model.layers.10.mlp.experts.w2_lora_a.0", "model.layers.10.mlp.experts.w2_lora_b.0",
+        "model.layers.10.self_attn.o_proj.lora_b.0",
+    }  # fmt: skip
+    assert set(last_of_kind(names, "experts")) == {name for name in names if "layers.10.mlp.experts" in name}
+    assert last_of_kind(names, "attention") == ["model.layers.10.self_attn.o_proj.lora_b.0"]
+    assert last_of_kind(names, "feed-forward") == ["model.layers.0.mlp.gate_up_proj.lora_a.0"]
+    assert last_of_kind(names, "") == []
