@@ -18,6 +18,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -297,7 +298,7 @@ def _check_removable(text: str, name: str) -> None:
 def _open_dict_above(name: str) -> Option | None:
     """The option above `name` that takes any key, if there is one: model.hf_config for model.hf_config.vocab_size."""
     for option in options_by_name().values():
-        if option.is_open_dict and name.startswith(f"{option.name}."):
+        if get_origin(option.type) is dict and name.startswith(f"{option.name}."):
             return option
     return None
 

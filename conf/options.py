@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from slipstream.conf.json_files import is_list
 from slipstream.conf.schema import RunConfig
@@ -75,11 +75,6 @@ class Option:
         """Its meaning, and when it is read. Help alone needs it: to read it out of the source takes long."""
         field = next(field for field in dataclasses.fields(self.owner) if self.name.endswith(f".{field.name}"))
         return " ".join((_field_docs(self.owner)[field.name], *_when(field.metadata.get(READ_IF, ()))))
-
-    @property
-    def is_open_dict(self) -> bool:
-        """Whether any key may be set below the option (model.hf_config)."""
-        return get_origin(self.type) is dict
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,9 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
         router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, note=activities.note)
         if episodes is not None:
             episodes.sample_with(router.generate)
-        outlives = _outlives(config, ray.own)
+        # Processes of our own Ray wait for another controller when theirs is killed; engines without publishes could
+        # not be brought to one version again.
+        outlives = ray.own if config.weight_sync.enabled and config.run.num_steps > 0 else None
         services = LoopServices(
             trainer=cluster.trainer,
             supervisor=supervisor,
@@ -162,13 +164,6 @@ def _judges(
     episodes = EpisodeRunner(config, model_folder, log_path=folder.root / "agents.log")
     stack.push_async_callback(episodes.close)
     return rewards, teacher, episodes
-
-
-def _outlives(config: RunConfig, own_ray: OwnRay | None) -> OwnRay | None:
-    """The Ray whose processes wait for another controller when theirs is killed. Those of a Ray that is not ours end
-    with it, and engines without publishes could not be brought to one version again.
-    """
-    return own_ray if config.weight_sync.enabled and config.run.num_steps > 0 else None
 
 
 async def _hold(own_ray: OwnRay, cluster: Cluster, folder: RunFolder, state: RunState) -> None:

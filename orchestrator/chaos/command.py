@@ -101,18 +101,14 @@ def draw(
         publish_s: what a publish takes: blows at one are spread over it.
     """
     word = rng.choice(list(chosen))
-    names = sorted(one.name for one in there if word in (one.kind, one.name)) or [_first_of(word)]
+    first = f"{word}-0" if word in (*OUTLIVED, Kind.keeper) else word  # where there is none of the kind yet
+    names = sorted(one.name for one in there if word in (one.kind, one.name)) or [first]
     name, moment = rng.choice(names), rng.choice(list(when))
     after_s = rng.random() * publish_s if moment is Moment.publish else 0.0
     engines = sorted(one.name for one in there if one.kind is Kind.engine)
     others = [one for one in engines if one.rpartition("-")[2] != name.rpartition("-")[2]] or engines
     first = others[-1] if moment is Moment.recovery and others else ""
     return Blow(Kind(name.partition("-")[0]), name, rng.choice(list(what)), moment, after_s, first)
-
-
-def _first_of(word: str) -> str:
-    """A name of a kind of which there is none yet."""
-    return f"{word}-0" if word in (*OUTLIVED, Kind.keeper) else word
 
 
 def listed(run: Path) -> list[JsonObject]:

@@ -10,7 +10,7 @@ not own: which figure is better (figures/held_out.py), the checkpoints (run_chec
 import json
 import logging
 
-from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.conf.json_files import object_in
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.figures.held_out import is_better
 from slipstream.orchestrator.files.run_folder import write_whole
@@ -32,7 +32,7 @@ class BestCheckpoint:
         self._file = store.folder / "best.json"
         self._value: float | None = None
         self._step: int | None = None
-        known = self._read()
+        known = object_in(self._file)
         if known.get("metric") == metric and known.get("step", up_to_step + 1) <= up_to_step:
             step = int(known["step"])
             if store.of_step(step) is not None:
@@ -46,12 +46,8 @@ class BestCheckpoint:
     def judge(self, step: int, value: float | None) -> None:
         """Keep the step's checkpoint if its figure is better than the best one so far."""
         path = self._store.of_step(step)
-        is_best = (
-            path is not None
-            and value is not None
-            and (self._value is None or is_better(self._metric, value, self._value))
-        )
-        if path is not None and value is not None and is_best:
+        is_better_than_any = value is not None and (self._value is None or is_better(self._metric, value, self._value))
+        if path is not None and is_better_than_any:
             self._store.spared.discard(-1 if self._step is None else self._step)
             self._step, self._value = step, value
             self._write(path.name)
@@ -59,9 +55,6 @@ class BestCheckpoint:
         elif step != self._step:
             self._store.spared.discard(step)
         self._store.prune()
-
-    def _read(self) -> JsonObject:
-        return object_in(self._file)
 
     def _write(self, name: str) -> None:
         facts = {"metric": self._metric, "value": self._value, "step": self._step}

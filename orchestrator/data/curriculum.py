@@ -48,7 +48,7 @@ class Middling(Stream[Prompt]):
         floor: Least weight of a prompt.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, floor: float) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, *, floor: float) -> None:
         if not prompts:
             raise DataError("a curriculum needs at least one prompt")
         self._prompts = list(prompts)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Generic
 
 from slipstream.conf.schema import DataConfig, Order
-from slipstream.orchestrator.data.sources import START, Position, Row, read_rows
+from slipstream.orchestrator.data.sources import Row, read_rows
 from slipstream.orchestrator.data.streams import Item, Mixed, Shuffled, Stream, Streamed
 from slipstream.rollout.errors import DataError, RowTooLong
 
@@ -62,7 +62,7 @@ def training_stream(
         if data.stream:
             streams[source] = Streamed(
                 source,
-                partial(_rows_from, source),
+                partial(read_rows, source, stream=True),
                 _reader(data, index, read),
                 seed=own_seed,
                 buffer_rows=data.stream_buffer_rows,
@@ -120,10 +120,6 @@ def _saying(source: str, rows: Iterable[Row], verb: str) -> Iterator[Row]:
         if count % _LOOK_EVERY_ROWS == 0 and time.monotonic() - said_at >= SAY_EVERY_S:
             said_at = time.monotonic()
             logger.info("%s %s: %s rows so far", verb, source, f"{count:,}")
-
-
-def _rows_from(source: str, start: Position = START) -> Iterator[Row]:
-    return read_rows(source, start, stream=True)
 
 
 def _reader(data: DataConfig, index: int, read: Read[Item]) -> ReadSome[Item]:

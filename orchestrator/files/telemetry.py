@@ -122,7 +122,8 @@ class Telemetry:
                 self._recent_s = deque(maxlen=20)  # without the first step, which compiles kernels
             else:
                 self._recent_s.append(float(seconds))
-        self._progress.show(record.step, self._num_steps, self._describe(row), self._left_s(record.step))
+        left_s = (self._num_steps - record.step) * float(np.median(self._recent_s)) if self._recent_s else None
+        self._progress.show(record.step, self._num_steps, self._describe(row), left_s)
         return row
 
     def _add_goodput(self, row: dict[str, Value], timeline: StepTimeline | None) -> None:
@@ -141,10 +142,6 @@ class Telemetry:
     def last_eval_reward(self) -> Value:
         """eval/reward of the last evaluation; None before the first."""
         return None if self._last_eval is None else self._last_eval.figures.get("eval/reward")
-
-    def _left_s(self, step: int) -> float | None:
-        """Steps to go times the median of the last twenty; None before the second."""
-        return (self._num_steps - step) * float(np.median(self._recent_s)) if self._recent_s else None
 
     def _describe(self, row: Mapping[str, Value]) -> str:
         parts = self._rewards.all if len(self._rewards.all) > 1 else ()

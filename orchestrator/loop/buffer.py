@@ -154,7 +154,8 @@ class GroupBuffer:
                 await self._changed.wait_for(lambda: self._failure or all(n in self._groups for n in numbers))
                 if self._failure:
                     raise self._failure
-                too_old = [n for n in numbers if self._is_too_old(self._groups[n], policy_version)]
+                staleness = {n: self._groups[n].staleness_steps(policy_version) for n in numbers}
+                too_old = [n for n in numbers if self._enforce_bound and staleness[n] > self._max_staleness_steps]
                 if not too_old:
                     break
                 for number in too_old:
@@ -203,6 +204,3 @@ class GroupBuffer:
         is_within_run = self._end is None or number < self._end
         num_ahead = self._max_staleness_steps if self.is_wide_open else self._num_ahead
         return is_within_run and number < (self._num_opened + num_ahead + 1) * self._groups_per_step
-
-    def _is_too_old(self, group: Group, policy_version: int) -> bool:
-        return self._enforce_bound and group.staleness_steps(policy_version) > self._max_staleness_steps

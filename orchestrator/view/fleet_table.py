@@ -70,7 +70,9 @@ class FleetTable:
 
     def _plain(self, number: int, history: WorkerHistory, publishes: list[tuple[float, int, list[bool]]]) -> JsonObject:
         events = sorted(history.events, key=lambda row: row["time"])
-        stretches = _stretches([*events, *_first_and_last(history.counts)])
+        # A worker that samples serves, whether its row `serving` was written or not, as at the run's start.
+        sampled = [{"time": count[0], "event": "tokens"} for count in (history.counts[:1] + history.counts[-1:])]
+        stretches = _stretches([*events, *sampled])
         versions = [
             (at, version) for at, version, committed in publishes if number < len(committed) and committed[number]
         ]
@@ -80,17 +82,12 @@ class FleetTable:
             "state": stretches[-1][2] if stretches else "unknown",
             "version": versions[-1][1] if versions else None,
             "restarts": sum(row["event"] == "restarting" for row in events),
-            "tokens": _total(history.counts),
+            "tokens": sum({process: tokens for _, process, tokens in history.counts}.values()),
             "stretches": stretches,
             "rates": _thinned(_rates(history.counts)),
             "versions": _thinned(versions),
             "events": events[-MOST_EVENTS:],
         }
-
-
-def _first_and_last(counts: list[tuple[float, str, int]]) -> list[JsonObject]:
-    """A worker that samples serves, whether its row `serving` was written or not, as at the run's start."""
-    return [{"time": count[0], "event": "tokens"} for count in (counts[:1] + counts[-1:])]
 
 
 def _stretches(rows: list[JsonObject]) -> list[tuple[float, float, str]]:
@@ -115,11 +112,6 @@ def _rates(counts: list[tuple[float, str, int]]) -> list[tuple[float, float]]:
         for (since, name, before), (at, same, tokens) in pairwise(counts)
         if name == same and at > since and tokens >= before
     ]
-
-
-def _total(counts: list[tuple[float, str, int]]) -> int:
-    """Tokens of all of a worker's processes."""
-    return sum({name: tokens for _, name, tokens in counts}.values())
 
 
 def _thinned(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:

@@ -37,10 +37,6 @@ class BadRequest(Exception):
     """What a client asked for is refused; the message says why."""
 
 
-def _warn(text: str) -> None:
-    logger.warning("%s", text)
-
-
 class Endpoint:
     """See the module's docstring.
 
@@ -51,7 +47,7 @@ class Endpoint:
     """
 
     def __init__(
-        self, episodes: Mapping[str, Episode], fixed: Mapping[str, float], tell: Callable[[str], None] = _warn
+        self, episodes: Mapping[str, Episode], fixed: Mapping[str, float], tell: Callable[[str], None] = logger.warning
     ) -> None:
         self._episodes = episodes
         self._fixed = fixed

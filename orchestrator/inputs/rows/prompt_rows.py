@@ -121,7 +121,7 @@ class PromptRows:
         """Training prompts in the order in which the run draws them."""
         data, order = self._config.data, None
         if data.order is Order.middling:
-            order = partial(_middling, data.curriculum_floor)
+            order = partial(Middling, floor=data.curriculum_floor)
         return training_stream(data, self.read, seed=self._config.run.seed, order=order)
 
 
@@ -143,10 +143,6 @@ def _check_tests(tests: object, what: str) -> None:
         raise DataError(
             f"{what}: {e}; write the tests in one of the forms of docs/rewards.md, or remove the row"
         ) from e
-
-
-def _middling(floor: float, prompts: Sequence[Prompt], seed: int) -> Stream[Prompt]:
-    return Middling(prompts, seed=seed, floor=floor)
 
 
 def check_data(config: RunConfig) -> Fact:

@@ -37,7 +37,8 @@ def end_after(answer: str, following: str, message: JsonMapping, encoder: Encode
     texts = [text for text in encoder.ends.values() if text]
     if any(text in answer for text in texts):
         return ""
-    return _beginning(following, texts) or ("" if following else _next_header(encoder, _next_role(message)))
+    next_role = "tool" if message.get("tool_calls") else "user"
+    return _beginning(following, texts) or ("" if following else _next_header(encoder, next_role))
 
 
 def unknown_end(encoder: Encoder) -> str | None:
@@ -52,10 +53,6 @@ def unknown_end(encoder: Encoder) -> str | None:
     _, mark, after = closed.rpartition(_MARK)
     is_known = any(end and end in after for end in encoder.ends.values()) or _next_header(encoder, "user")
     return None if is_known or not mark else after.strip()
-
-
-def _next_role(message: JsonMapping) -> str:
-    return "tool" if message.get("tool_calls") else "user"
 
 
 @functools.lru_cache(maxsize=8)
