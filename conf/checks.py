@@ -58,20 +58,13 @@ def check_data_is_given(config: RunConfig) -> None:
     """A run needs rows to sample from, or to learn."""
     if config.data.training_sources:
         return
-    if config.algorithm.objective is Objective.sft:
-        raise ConfigError(
-            "data.path is required: give a .jsonl or .parquet file of conversations, one "
-            '{"messages": [{"role": ..., "content": ...}, ...]} a row; to try it: experiment=sft_quickstart'
-        )
-    if config.algorithm.objective is Objective.dpo:
-        raise ConfigError(
-            "data.path is required: give a .jsonl or .parquet file of pairs, one "
-            '{"prompt": ..., "chosen": ..., "rejected": ...} a row'
-        )
-    raise ConfigError(
-        "data.path is required: give a .jsonl or .parquet file of prompts, or choose data=letters, which ships with "
-        "Slipstream"
-    )
+    rows = {
+        Objective.sft: 'conversations, one {"messages": [{"role": ..., "content": ...}, ...]} a row; to try it: '
+        "experiment=sft_quickstart",
+        Objective.dpo: 'pairs, one {"prompt": ..., "chosen": ..., "rejected": ...} a row',
+        Objective.policy: "prompts, or choose data=letters, which ships with Slipstream",
+    }[config.algorithm.objective]
+    raise ConfigError(f"data.path is required: give a .jsonl or .parquet file of {rows}")
 
 
 def check_success_rates_are_known(config: RunConfig) -> None:
@@ -166,15 +159,12 @@ def check_processes_can_share_a_gpu(config: RunConfig) -> None:
     """NCCL refuses two ranks of a group on one GPU, and an engine's measurement of free memory needs a GPU alone."""
     if not config.cluster.share_gpu:
         return
+    num_ranks, rollout = config.trainer.num_ranks, config.rollout
     wrong = {
-        f"trainer.num_ranks={config.trainer.num_ranks}, of which each needs a GPU; set it to 1": (
-            config.trainer.num_ranks > 1
-        ),
-        f"rollout.tp_size={config.rollout.tp_size}, of which each rank needs a GPU; set it to 1": (
-            config.rollout.tp_size > 1
-        ),
+        f"trainer.num_ranks={num_ranks}, of which each needs a GPU; set it to 1": num_ranks > 1,
+        f"rollout.tp_size={rollout.tp_size}, of which each rank needs a GPU; set it to 1": rollout.tp_size > 1,
         "rollout.kv_cache_bytes=null, for which an engine measures what others leave free; set the cache's size": (
-            config.rollout.kv_cache_bytes is None
+            rollout.kv_cache_bytes is None
         ),
     }
     for reason, is_wrong in wrong.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.view.run_reader import RunReader
-from slipstream.orchestrator.view.sample_query import PAGE, SampleQuery
+from slipstream.orchestrator.view.sample_index import PAGE, SampleQuery
 from slipstream.orchestrator.view.server import page_file
 
 MOST_SAMPLE_BYTES = 16 << 20

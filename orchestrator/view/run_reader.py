@@ -25,8 +25,16 @@ from slipstream.orchestrator.files.run_folder import RunFolder, flatten, saved_o
 from slipstream.orchestrator.view.fleet_table import FleetTable
 from slipstream.orchestrator.view.metrics_table import MetricsTable
 from slipstream.orchestrator.view.sample_detail import detail, preview
-from slipstream.orchestrator.view.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended
-from slipstream.orchestrator.view.sample_query import PAGE, SampleQuery, chosen
+from slipstream.orchestrator.view.sample_index import (
+    ENTRY,
+    FAILED,
+    KINDS,
+    PAGE,
+    TRUNCATED,
+    SampleQuery,
+    chosen,
+    extended,
+)
 from slipstream.orchestrator.view.step_timeline import concluded
 from slipstream.orchestrator.view.token_text import TokenText
 

@@ -16,8 +16,7 @@ from slipstream.orchestrator.view.fleet_table import FleetTable
 from slipstream.orchestrator.view.metrics_table import MetricsTable
 from slipstream.orchestrator.view.run_reader import RunReader
 from slipstream.orchestrator.view.sample_detail import MOST_CHARS, MOST_TOKENS, detail
-from slipstream.orchestrator.view.sample_index import ENTRY
-from slipstream.orchestrator.view.sample_query import ORDERS, SampleQuery, chosen, parse_query
+from slipstream.orchestrator.view.sample_index import ENTRY, ORDERS, SampleQuery, chosen, parse_query
 from slipstream.orchestrator.view.server import answer
 from slipstream.orchestrator.view.step_timeline import concluded
 
