@@ -54,6 +54,7 @@ ROWS: dict[str, list[str]] = {
     "beta2": ["trainer.optim.betas=[0.9,0.95]"],
     "warm_up": ["trainer.optim.warmup_steps=10"],
     "on_policy": ON_POLICY,
+    "on_policy_changes": [*ON_POLICY, f"weight_sync.delta_bytes={64 << 20}"],
     "on_policy_masked": [*ON_POLICY, "algorithm.mask_truncated=true"],
     "dr_grpo": [*ON_POLICY, "algorithm=dr_grpo"],
     "sequence": [*ON_POLICY, "algorithm.normalization=sequence"],

@@ -15,10 +15,11 @@ medians over the publishes after the warm-up. Publishes with and without hashes 
 that other changes affect both. Each begins when all requests are decoding, after those that the publish before had
 frozen were prefilled again. "wire" is Mooncake's transfer_sync_write between the same two processes into the engine's
 largest parameter; with several ranks it is one rank's. "of wire" compares the writes of one rank with it. "excess" is
-the pause minus the publish. The memory of the GPUs that take part is sampled every millisecond (NVML): "trainer" is the
-growth during publishes over what was in use before staging was allocated, "engine" over what was in use right before
-each publish. "handed" is what torch's allocator gave out in the engine's processes between begin and commit; it had
-most of that already. bench/sync/peers.py and the output say what peers' figures include.
+the pause minus the publish; it is below 0 where changes are sent before the engine pauses. The memory of the GPUs that
+take part is sampled every millisecond (NVML): "trainer" is the growth during publishes over what was in use before
+staging was allocated, "engine" over what was in use right before each publish. "handed" is what torch's allocator gave
+out in the engine's processes between begin and commit; it had most of that already. bench/sync/peers.py and the output
+say what peers' figures include.
 
 Writes a table, bench/results/weight_sync-<plan>.json, a timeline for ui.perfetto.dev and, with matplotlib, a PNG.
 """
@@ -46,7 +47,7 @@ from bench.sync import peers  # noqa: E402
 from bench.sync.engine_process import EngineSpec, run_engine  # noqa: E402
 from bench.sync.figures import plot, show  # noqa: E402
 from bench.sync.memory import MemorySampler, Samples  # noqa: E402
-from bench.sync.trainer_process import MIB, Row, TrainerSpec, run_rank  # noqa: E402
+from bench.sync.trainer_process import MIB, Row, TrainerSpec, run_rank, trainer_config  # noqa: E402
 
 PARTS = ("begin_s", "write_s", "verify_s", "commit_s")
 """Stages that do not overlap. The remaining time of a publish is "rest": the link waits for a slot to be packed, rank 0
@@ -89,9 +90,10 @@ class Bench:
         self.sampler = MemorySampler()
         rendezvous = f"file://{folder}/rendezvous"
         specs = [
-            TrainerSpec(self.hf_config, device, rank, num_ranks, rendezvous, args.rank, bool(args.delta))
+            TrainerSpec(self.hf_config, device, rank, num_ranks, rendezvous, args.rank, bool(args.delta), args.merge)
             for rank in range(num_ranks)
         ]
+        self.trainer = trainer_config(specs[0])
         self.ranks = [Child(run_rank, spec, [spec.rank]) for spec in specs]
         self.are_ready = False
 
@@ -110,7 +112,7 @@ class Bench:
     def measure(
         self, spec: EngineSpec, rows: dict[str, Row], *, is_last: bool, keep: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Measure all rows with one engine, then the peers. `keep` gets the figures before the peers and after each."""
+        """Measure all rows with one engine, then the peers. `keep` gets the figures after each."""
         gpus = [gpu + (0 if spec.is_colocated else self.num_ranks) for gpu in range(spec.tp_size)]
         if spec.is_colocated:
             self.wait_for_ranks()  # vLLM measures free memory at its start
@@ -130,7 +132,11 @@ class Bench:
             self.row("first", first, spec, engine, gpus, endpoint)  # loads kernels and opens links
             found["rows"] = []
             for title, row in rows.items():
+                if title == "factors":
+                    self.row("base", replace(first, sends="base"), spec, engine, gpus, endpoint)
+                    endpoint = ask(engine, "merge", self.trainer)
                 found["rows"] += self.row(title, row, spec, engine, gpus, endpoint)
+                keep(found)
             found["num_generated_tokens"] = ask(engine, "tokens")
             found["peers"] = {}
             keep(found)
@@ -249,6 +255,8 @@ def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) 
     for mib in args.watermark_mib if is_first else ():
         few = replace(base, watermark_bytes=mib * MIB, publishes=max(1, args.publishes // 3), warm_up=1)
         rows[f"{mib} MiB"] = few
+    if args.merge:
+        rows["factors"] = replace(base, sends="factors")
     return rows
 
 
@@ -268,6 +276,10 @@ def parse() -> argparse.Namespace:
         "--delta", type=float, nargs="*", default=[],
         help="a row each: only changes are sent (weight_sync.delta_bytes), of which there are so many percent; with a "
         "timeline for the first, and a row of what a run does, which sends everything where that is quicker",
+    )  # fmt: skip
+    parser.add_argument(
+        "--merge", action="store_true",
+        help="a row: A and B alone are sent, and the engine merges from a base on its GPU; 1x1, --engine plain",
     )  # fmt: skip
     parser.add_argument("--delta-mib", type=int, default=8192, help="weight_sync.delta_bytes of these rows")
     parser.add_argument("--kv-gib", type=int, help="of the engine's KV cache; 24, which an H100 lacks, if not given")

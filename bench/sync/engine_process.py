@@ -82,8 +82,33 @@ async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
     pipe.send(await endpoint.start())
     known: dict[str, Any] = {"tokens": 0, "settle": 0.0, "allocated": []}
     while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
+        if order[0] == "merge":
+            await endpoint.close()
+            receiver.close_landing()
+            own = own_merge(spec, layout, params, order[1])
+            receiver = Receiver(params | own.factors, own.layout, link, synchronize=synchronize, own_merge=own)
+            endpoint = ReplicaEndpoint(PlainReplica(receiver), KEY)
+            known["merge"] = await endpoint.start()
         pipe.send(known.get(order[0], RuntimeError("plain parameters have no loader")))
     await endpoint.close()
+
+
+def own_merge(spec: EngineSpec, layout: Any, params: dict[str, Any], trainer: Any) -> Any:
+    """Merges adapters into what the parameters hold, which was sent without them."""
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.trainer.weights.factors import planned_merges
+    from slipstream.weight_sync.replica.own_merge import OwnMerge
+
+    merges = planned_merges(read_config(spec.hf_config), "bfloat16", trainer, 0)
+    own = OwnMerge(layout, params, merges, on_device=True)
+    held = {(load.tensor, load.region): load for load in layout.loads}
+
+    def read(tensor: str, region: Any, out: Any) -> None:
+        load = held[tensor, region]
+        out.copy_(params[load.param].view(-1).as_strided(region.shape, load.stride, load.offset))
+
+    own.read_base(read)
+    return own
 
 
 class PlainReplica:

@@ -36,6 +36,8 @@ class TrainerSpec:
     lora_rank: int
     keeps_last: bool = False
     """Whether rows send changes."""
+    merges: bool = False
+    """Whether a row sends factors alone."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Row:
     publishes: int = 10
     is_pair: bool = False
     """Also make as many publishes without hashes, alternating: on, off, off, on, on, off, ..."""
+    sends: str = "merged"
+    """Merged weights, the "base" without adapters, or "factors" alone, to engines that merge."""
     share: float | None = None
     """Change this share of all elements before every publish; None: draw all adapters anew."""
     delta_bytes: int = 0
@@ -130,16 +134,24 @@ def measure_wire(transport: Any, endpoint: str, repeats: int, *, device: Any, ra
     return {"link": transport.link, "gb_per_s_by_bytes": figures, "gb_per_s": max(figures.values())}
 
 
+def trainer_config(spec: TrainerSpec) -> Any:
+    """Section trainer."""
+    from slipstream.conf.schema import LoraConfig, TrainerConfig
+
+    lora = LoraConfig(rank=spec.lora_rank, alpha=2.0 * spec.lora_rank)
+    return TrainerConfig(num_ranks=spec.world_size, ep_size=spec.world_size, lora=lora)
+
+
 class _Rank:
     def __init__(self, spec: TrainerSpec) -> None:
         import torch
 
         from slipstream.conf.architecture.families import read_config
-        from slipstream.conf.schema import LoraConfig, TrainerConfig
         from slipstream.trainer.delivery.merged_source import TrainerWeightSource
         from slipstream.trainer.model.build_decoder import build_decoder
         from slipstream.trainer.parallel import ParallelLayout, local_part
         from slipstream.trainer.process_group import ControlGroup
+        from slipstream.trainer.weights.factors import merges_of
 
         torch.set_num_threads(1)
         self.spec = spec
@@ -149,11 +161,7 @@ class _Rank:
             read_config(spec.hf_config),
             dtype=torch.bfloat16,
             device=self.device,
-            trainer=TrainerConfig(
-                num_ranks=spec.world_size,
-                ep_size=spec.world_size,
-                lora=LoraConfig(rank=spec.lora_rank, alpha=2.0 * spec.lora_rank),
-            ),
+            trainer=trainer_config(spec),
             layout=ParallelLayout.create(spec.world_size, spec.world_size, spec.rank, self.device),
             rounding_seed=0,
         )
@@ -167,7 +175,12 @@ class _Rank:
                     local.normal_(0.0, 0.02)
         self.adapters = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_" in name]
         self.b_factors = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_B" in name]
-        self.source = TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)
+        self.sources = {"merged": TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)}
+        if spec.merges:
+            merges = merges_of(self.decoder)
+            self.sources["factors"] = TrainerWeightSource(self.decoder, rank=spec.rank, merges=merges)
+            self.sources["base"] = TrainerWeightSource(self.decoder, rank=spec.rank, is_merged=False)
+            self.frozen = TrainerWeightSource(self.decoder, rank=spec.rank, is_merged=False, merges=merges)
         self.version = 0
         self.scale: float | None = None
         """The size of the noise by which B moves before a publish; None: adapters are drawn anew."""
@@ -194,20 +207,25 @@ class _Rank:
 
     def open_row(self, row: Row, endpoint: str) -> dict[str, Any]:
         """Connect with one set of options."""
-        from slipstream.conf.schema import WeightSyncConfig
+        from slipstream.conf.schema import RemoteMerge, WeightSyncConfig
         from slipstream.weight_sync.gc_freeze import freeze_heap
         from slipstream.weight_sync.publish.publisher import Publisher
 
         transport = self._row.enter_context(self.link())
         self.publisher = Publisher(
-            self.source,
+            self.sources[row.sends],
             transport,
             rank=self.spec.rank,
             world_size=self.spec.world_size,
             group=self.control.group,
-            config=WeightSyncConfig(watermark_bytes=row.watermark_bytes, delta_bytes=row.delta_bytes),
+            config=WeightSyncConfig(
+                watermark_bytes=row.watermark_bytes,
+                delta_bytes=row.delta_bytes,
+                remote_merge=RemoteMerge.gpu if row.sends == "factors" else RemoteMerge.none,
+            ),
             key=KEY,
             device=self.device,
+            base=self.frozen if row.sends == "factors" else None,
         )
         self._row.callback(self.publisher.close)
         began = time.perf_counter()
@@ -224,7 +242,7 @@ class _Rank:
 
         publisher = self.publisher
         if not self.chooses:
-            publisher._bases.costs = Costs()
+            publisher._bases.costs = Costs(self.spec.world_size)
         type(publisher._config).verify_hashes = verify_hashes
         publisher._pipeline._slots.loads = (
             self._loads if verify_hashes else [replace(load, hashes=()) for load in self._loads]

@@ -1,8 +1,10 @@
 """What engine ranks are known to hold, so that a publish sends them only what changed since.
 
-    begin()   the engine ranks that committed the publish before are the ones that may take changes
-    note()    on rank 0: who committed this one, and the digest of what was proven there
-    end()     the source keeps what it sent, against which the next publish's changes are computed
+    begin()         the engine ranks that committed the publish before are the ones that may take changes; those that
+                    were written to in it are sent them ahead
+    note()          on rank 0: who committed this one, and the digest of what was proven there
+    note_served()   on every rank: who committed this one, and where it is
+    end()           the source keeps what it sent, against which the next publish's changes are computed
 
 Owns: these digests, whether the source has kept what they stand for, and which part of a landing zone is this rank's.
 Nobody takes changes, either, in a publish that is quicker whole (costs.py).
@@ -36,7 +38,7 @@ class Bases:
         self._source = source if zone_bytes and isinstance(source, MarkingSource) else None
         self._zone = zone_name(zone_bytes)
         self._part = part_of_zone(zone_bytes, rank, num_ranks)
-        self.costs = Costs()
+        self.costs = Costs(num_ranks)
         self.has_kept = False
         """Whether the source has kept what was published last."""
         self.held: Mapping[Destination, str] = {}
@@ -47,6 +49,9 @@ class Bases:
         self._committed: dict[Destination, str] = {}
         self._is_whole = False
         """Whether the last publish came to its end."""
+        self.ahead: Mapping[Destination, Binding] = {}
+        """During a publish: the engine ranks that are sent changes before they are asked what they hold."""
+        self._served: Mapping[Destination, Binding] = {}
 
     @property
     def sends_changes(self) -> bool:
@@ -60,8 +65,10 @@ class Bases:
 
     def begin(self) -> None:
         """A publish begins."""
-        self.held = self.frozen or (self._committed if self._is_whole and self.sends_changes else {})
-        self._committed, self._is_whole = {}, False
+        sends_changes = self._is_whole and self.sends_changes
+        self.held = self.frozen or (self._committed if sends_changes else {})
+        self.ahead = self._served if sends_changes else {}
+        self._committed, self._served, self._is_whole = {}, {}, False
 
     def note(self, expected: Mapping[Destination, Expected], flags: Mapping[Destination, Sequence[bool]]) -> None:
         """Engine ranks committed, having proven this.
@@ -72,6 +79,10 @@ class Bases:
         if self.is_on:
             self._committed |= {dest: held_digest(one, flags[dest]) for dest, one in expected.items()}
 
+    def note_served(self, bindings: Mapping[Destination, Binding]) -> None:
+        """These engine ranks serve what was published. The same on all ranks."""
+        self._served = bindings
+
     def end(self) -> None:
         """The publish came to its end."""
         if self._source is not None:
@@ -80,7 +91,11 @@ class Bases:
 
     def forget(self) -> None:
         """Other replicas take part from now on."""
-        self._committed = {}
+        self._committed, self._served = {}, {}
+
+    def forget_place(self, replica: int) -> None:
+        """A replica was started again: what it holds may be known, from a peer, but not where it is."""
+        self._served = {dest: binding for dest, binding in self._served.items() if dest[0] != replica}
 
     def landings(
         self, takers: Iterable[Destination], bindings: Mapping[Destination, Binding]

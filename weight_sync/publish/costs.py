@@ -1,14 +1,16 @@
-"""Whether a publish that could send changes alone sends everything, because that was quicker lately.
+"""Whether a publish that could send changes alone sends everything, because that was cheaper lately.
 
-    changes   changes   slower than a whole publish's writes?   no: changes, as before
+    changes   changes   dearer than a whole publish's writes?   no: changes, as before
                         yes: one whole, and compared with that:
-                             changes are quicker: changes, until they are slower than that
-                             slower: PAUSE more whole ones, then changes again; each time twice as many
+                             changes are cheaper: changes, until they are dearer than that
+                             dearer: PAUSE more whole ones, then changes again; each time twice as many
 
-The quicker of the last two with changes counts, since a first one waits for kernels to be compiled. A whole publish is
-never made to compare where a link is slow: its writes alone, of the first publish, took longer than the changes do.
+A publish costs every trainer rank its seconds, and every engine rank those in which it stands still; changes take the
+trainer longer and stop engines for less. The cheaper of the last two with changes counts, since a first one waits for
+kernels to be compiled. A whole publish is never made to compare where a link is slow: its writes alone, of the first
+publish, took longer than the changes do.
 
-Owns: these seconds. Every trainer rank decides alike, because all have the same report.
+Owns: these sums of seconds. Every trainer rank decides alike, because all have the same report.
 """
 
 from collections import deque
@@ -24,7 +26,8 @@ PAUSE, LONGEST_PAUSE = 8, 64
 class Costs:
     """See the module's docstring."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_trainer_ranks: int) -> None:
+        self._num_trainer_ranks = num_trainer_ranks
         self._forget(0)
 
     def _forget(self, num_ranks: int) -> None:
@@ -47,13 +50,14 @@ class Costs:
         """
         if num_ranks != self._num_ranks:  # others take part
             self._forget(num_ranks)
-        seconds = report.total_s - report.idle_s
+        waiting, still = report.total_s - report.idle_s, report.pause_s - report.idle_s
+        seconds = self._num_trainer_ranks * waiting + num_ranks * still
         if report.num_takers == num_ranks:
             self._changes_s.append(seconds)
             is_slow = self._whole_s is not None and len(self._changes_s) == 2 and min(self._changes_s) > self._whole_s
             self._num_whole = int(is_slow)
         elif report.num_takers == 0 and report.num_bytes >= MIN_BYTES * num_ranks:
-            self._note_whole(seconds, report.write_s)
+            self._note_whole(seconds, (self._num_trainer_ranks + num_ranks) * report.write_s)
 
     def _note_whole(self, seconds: float, write_s: float) -> None:
         if len(self._changes_s) < 2:  # there is nothing to compare with

@@ -102,7 +102,7 @@ class ChangeSlots:
         self._num_changed = torch.zeros((), dtype=torch.int64, device=device)
         self._num_compared = 0
         self.was_asked, self._has_fitted = [False] * len(loads), [False] * len(loads)
-        """Per load, whether an engine rank could have taken streams since it was packed, and whether one fitted."""
+        """Per load, whether an engine rank could have taken streams in this publish, and whether one fitted."""
         self._num_skipped = [0] * len(loads)
         if slot_bytes:
             transport.register([self._streams])
@@ -116,18 +116,18 @@ class ChangeSlots:
         """A publish begins: nothing was compared in it yet."""
         self._num_changed.zero_()
         self._num_compared = 0
+        for load, (was_asked, has_fitted) in enumerate(zip(self.was_asked, self._has_fitted)):
+            left = SKIPPED if was_asked and not has_fitted else self._num_skipped[load]
+            self._num_skipped[load] = max(0, left - 1)
+            self.was_asked[load] = self._has_fitted[load] = False
 
     def found(self) -> tuple[int, int]:
         """Elements that changed, and that were compared, in this publish. Waits for the device."""
         return int(self._num_changed), self._num_compared
 
     def is_worth_it(self, load: int) -> bool:
-        """Whether to pack changes of a load now. Call it once a publish."""
-        if self.was_asked[load] and not self._has_fitted[load]:
-            self._num_skipped[load] = SKIPPED
-        self.was_asked[load] = self._has_fitted[load] = False
-        self._num_skipped[load] = max(0, self._num_skipped[load] - 1)
-        return self._num_skipped[load] == 0
+        """Whether to pack changes of a load in this publish."""
+        return bool(self._numbers[load]) and self._num_skipped[load] == 0
 
     def fill(self, slot: int, load: int) -> None:
         """Fill a slot, and the marks."""
@@ -135,13 +135,11 @@ class ChangeSlots:
 
     def pack(self, slot: int, load: int) -> None:
         """Pack the streams of a slot that was just filled. Does not wait for the device."""
-        numbers = self._numbers[load]
-        if numbers:
-            counts = self._counts[slot][: len(numbers)]
-            self._packers[load][slot].pack_to(counts)
-            self._host_counts[slot][: len(numbers)].copy_(counts, non_blocking=True)
-            self._num_changed += counts.sum()
-            self._num_compared += self._elements[load]
+        counts = self._counts[slot][: len(self._numbers[load])]
+        self._packers[load][slot].pack_to(counts)
+        self._host_counts[slot][: len(counts)].copy_(counts, non_blocking=True)
+        self._num_changed += counts.sum()
+        self._num_compared += self._elements[load]
 
     def stream_of(self, slot: int, load: int, index: int, packet: Packet) -> tuple[int, int] | None:
         """(address, records) of the stream of a load's packet, once the device has packed it; None: it goes whole."""

@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import compress
 
+import numpy as np
 import torch
 
 from slipstream.conf.failures import undone_by
@@ -26,9 +27,10 @@ from slipstream.weight_sync.changes import stream_bytes
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
-from slipstream.weight_sync.publish.landings import Landing
+from slipstream.weight_sync.plan.columns import Flags
+from slipstream.weight_sync.publish.landings import ChangeSlots, Landing
 from slipstream.weight_sync.publish.slot_turns import FreeSlots, OnItsWay, SharedLock
-from slipstream.weight_sync.publish.staging_slots import Filled, Load, Slots
+from slipstream.weight_sync.publish.staging_slots import Batch, Filled, Load, Slots
 from slipstream.weight_sync.publish.sums import Sums
 from slipstream.weight_sync.publish.trace import Span, Tracer
 from slipstream.weight_sync.transport.base import Transport
@@ -75,14 +77,26 @@ class PipelineResult:
 
 @dataclass(slots=True)
 class Prepared:
-    """What is ready before a byte may be written."""
+    """A publish before its engines have paused: nothing of them is written yet but their zones."""
 
     version: int
     tracer: Tracer
+    result: PipelineResult
     filled: list[Filled] = field(default_factory=list)
-    peak_bytes: int = 0
-    prepare_s: float = 0.0
+    there: dict[Destination, Flags] = field(default_factory=dict[Destination, Flags])
+    """Per engine rank that was sent changes ahead: which of the writes to it are not needed any more."""
     error: Exception | None = None
+
+    def is_there(self, dest: Destination, batch: Batch) -> bool:
+        """Whether nothing of a load has to be written to this engine rank any more."""
+        return dest in self.there and bool(self.there[dest][batch.span].all())
+
+    def take_back(self, destinations: Collection[Destination]) -> None:
+        """These hold something else than was believed, and need all loads, which are packed anew, in order."""
+        for dest in destinations:
+            del self.there[dest]
+            self.result.sums.part(dest)[:] = 0
+        self.filled.clear()
 
 
 class Replay:
@@ -93,10 +107,10 @@ class Replay:
         transport: The link to write over.
         bindings: Where the live replicas' ranks are.
         budgets_s: Per replica: the longest that writes to one of its ranks may take in all.
-        prepared: The first loads.
-        result: Filled in here.
+        prepared: The first loads, what was sent ahead, and the result, which is filled in here.
         landings: This rank's part of the zones of engine ranks that get changes alone.
         merging: Engine ranks that get factors alone, and merge for themselves.
+        is_ahead: The engines serve: what would go whole is left for another replay.
     """
 
     def __init__(
@@ -106,19 +120,21 @@ class Replay:
         bindings: Mapping[Destination, Binding],
         budgets_s: Mapping[int, float],
         prepared: Prepared,
-        result: PipelineResult,
         landings: Mapping[Destination, Landing],
         merging: Collection[Destination] = (),
+        *,
+        is_ahead: bool = False,
     ) -> None:
         self._landings = landings
         self._merging = merging
+        self._is_ahead = is_ahead
         self._slots = slots
         self._transport = transport
         self._bindings = bindings
         self._budgets_s = budgets_s
         self._prepared = prepared
         self._tracer = prepared.tracer
-        self._result = result
+        self._result = result = prepared.result
         served = [dest for dest in slots.entries if dest in bindings]
         self._addresses = {dest: slots.entries[dest].addresses(bindings[dest]) for dest in served}
         self._lane_of = {dest: number % MAX_LINK_THREADS for number, dest in enumerate(served)}
@@ -126,9 +142,9 @@ class Replay:
         """Per lane, the parts that it has to write."""
         self._write_lock = SharedLock()
         self._free = FreeSlots(slots.quarantined)
-        self._seconds = dict.fromkeys(served, 0.0)
+        self._seconds = {dest: result.report.write_s.get(dest[0], 0.0) for dest in served}
         """Seconds spent on writing to each destination."""
-        self._num_written: dict[Destination, int] = dict.fromkeys(served, 0)
+        self._written = {dest: np.zeros(len(slots.entries[dest].sizes), np.bool_) for dest in served}
         """The entries that reached each destination."""
         self._sent_bytes = dict.fromkeys(served, 0)
         """Bytes that were written to each destination."""
@@ -172,7 +188,14 @@ class Replay:
             self._hand_over(filled)
 
     def _wanted(self, load: Load) -> list[Destination]:
-        return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.report.errors]
+        changes, errors = self._slots.changes, self._result.report.errors
+        if self._is_ahead and (changes is None or not changes.is_worth_it(load.number)):
+            return []
+        return [
+            dest
+            for dest, batch in load.batches.items()
+            if dest in self._bindings and dest[0] not in errors and not self._prepared.is_there(dest, batch)
+        ]
 
     def _hand_over(self, filled: Filled) -> None:
         """Give a packed load to every lane that writes a part of it."""
@@ -203,7 +226,7 @@ class Replay:
     def _write(self, filled: Filled, dest: Destination) -> None:
         """Write one destination's part of a load, unless its replica has failed."""
         replica, binding, batch = dest[0], self._bindings[dest], filled.load.batches[dest]
-        sources, addresses, sizes = self._pieces(filled, dest)
+        sources, addresses, sizes, are_there = self._pieces(filled, dest)
         error: TransportError | None = None
         with self._write_lock.writing():
             if replica in self._result.report.errors:
@@ -226,7 +249,7 @@ class Replay:
             track = f"write replica {replica} rank {dest[1]}"
             self._tracer.add(track, f"load {filled.load.number}", began, stopped, bytes=sum(sizes))
         if error is None:
-            self._num_written[dest] = batch.span.stop
+            self._written[dest][batch.span] = are_there
             self._sent_bytes[dest] += sum(sizes)
             return
         logger.warning("replica %d, rank %d: %s", *dest, error)
@@ -234,52 +257,75 @@ class Replay:
         with self._write_lock.alone():
             self._free.close_failed(filled.slot, binding.session, self._transport.reset)
 
-    def _pieces(self, filled: Filled, dest: Destination) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """Source addresses, destination addresses and sizes of one destination's part of a load: packets that changed
-        little as streams into its zone, if it takes changes, the others whole into its parameters. Of what it merges
-        for itself, nothing."""
+    def _pieces(self, filled: Filled, dest: Destination) -> tuple[Sequence[int], Sequence[int], Sequence[int], Flags]:
+        """Source addresses, destination addresses and sizes of one destination's part of a load, and which of its
+        entries are there once these are written: packets that changed little as streams into its zone, if it takes
+        changes, the others whole into its parameters, if it has paused. Nothing that it merges for itself or that was
+        sent ahead."""
         load, slot = filled.load, filled.slot
         batch = load.batches[dest]
         whole = batch.sources[slot], self._addresses[dest][batch.span], batch.sizes
         if dest in self._merging:
-            is_sent = self._slots.entries[dest].is_factor[batch.span].tolist()
-            sources, addresses, sizes = (list(compress(column, is_sent)) for column in whole)
-            return sources, addresses, sizes
+            return *_only(whole, self._slots.entries[dest].is_factor[batch.span]), np.ones(len(batch.sizes), np.bool_)
+        if dest in self._prepared.there:
+            is_left = ~self._prepared.there[dest][batch.span]
+            return *_only(whole, is_left), is_left
         landing, changes = self._landings.get(dest), self._slots.changes
         if landing is None or changes is None or not filled.has_streams:
-            return whole
+            return *whole, np.ones(len(batch.sizes), np.bool_)
         changes.was_asked[load.number] = True
-        entries, first_column = self._slots.entries[dest], self._result.sums.places.first[dest]
+        are_there = np.zeros(len(batch.sizes), np.bool_)
         pieces: list[tuple[int, int, int]] = []
-        for index, number, piece in zip(batch.packets, range(batch.span.start, batch.span.stop), zip(*whole)):
-            column, size = int(entries.columns[number]), piece[2]
-            is_able = changes.takes_changes[column]
-            stream = changes.stream_of(slot, load.number, index, load.packets[index]) if is_able else None
-            if stream is None:
+        for place, (index, piece) in enumerate(zip(batch.packets, zip(*whole))):
+            stream = self._stream(filled, dest, index, batch.span.start + place, landing, changes)
+            are_there[place] = stream is not None or not self._is_ahead
+            if stream is None and not self._is_ahead:
                 pieces.append(piece)
-                continue
-            address, num_records = stream
-            num_bytes = stream_bytes(size, num_records)
-            if num_records == 0:
-                continue
-            if (place := landing.take(num_bytes)) is None:
-                pieces.append(piece)
-                continue
-            pieces.append((address, landing.address + place, num_bytes))
-            landing.rows.append((column - first_column, int(entries.offset[number]), size, place, num_records))
-        return [a for a, _, _ in pieces], [b for _, b, _ in pieces], [c for _, _, c in pieces]
+            elif stream:
+                pieces.append(stream)
+        return [a for a, _, _ in pieces], [b for _, b, _ in pieces], [c for _, _, c in pieces], are_there
+
+    def _stream(
+        self, filled: Filled, dest: Destination, index: int, number: int, landing: Landing, changes: ChangeSlots
+    ) -> tuple[int, int, int] | tuple[()] | None:
+        """Source address, destination address and size of the stream of a load's packet, which gets a row; empty if
+        nothing of it changed, None if it goes whole."""
+        entries, load = self._slots.entries[dest], filled.load
+        column, size = int(entries.columns[number]), int(entries.sizes[number])
+        if not changes.takes_changes[column]:
+            return None
+        stream = changes.stream_of(filled.slot, load.number, index, load.packets[index])
+        if stream is None:
+            return None
+        address, num_records = stream
+        if num_records == 0:
+            return ()
+        num_bytes = stream_bytes(size, num_records)
+        if (place := landing.take(num_bytes)) is None:
+            return None
+        first_column = self._result.sums.places.first[dest]
+        landing.rows.append((column - first_column, int(entries.offset[number]), size, place, num_records))
+        return address, landing.address + place, num_bytes
 
     def _count(self) -> None:
         """Add up what was written, after the lanes have ended."""
-        self._result.report.busy_write_s = self._write_lock.busy_s
+        self._result.report.busy_write_s += self._write_lock.busy_s
         for (replica, _), seconds in self._seconds.items():
             self._result.report.write_s[replica] = max(seconds, self._result.report.write_s.get(replica, 0.0))
         hashes = self._slots.sums_of_packets()
         if self._landings and self._slots.changes is not None:
             self._result.report.num_changed, self._result.report.num_compared = self._slots.changes.found()
-        for dest, num_written in self._num_written.items():  # the first ones: after a failure there are no others
-            entries, written = self._slots.entries[dest], slice(num_written)
+        for dest, written in self._written.items():
+            entries = self._slots.entries[dest]
             self._result.sums.add(entries.columns[written], entries.sizes[written], hashes[entries.packets[written]])
             self._result.report.num_bytes += self._sent_bytes[dest]
             if dest in self._landings:
                 self._result.report.changes[dest] = self._landings[dest].to_bytes()
+        if self._is_ahead:
+            self._prepared.there = self._written
+
+
+def _only(columns: Sequence[Sequence[int]], flags: Flags) -> tuple[list[int], list[int], list[int]]:
+    """The rows of three columns that are flagged."""
+    sources, addresses, sizes = (list(compress(column, flags.tolist())) for column in columns)
+    return sources, addresses, sizes

@@ -8,12 +8,14 @@ source may join pieces that are neighbours in its own memory and in the slot int
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region
+from slipstream.weight_sync.plan.budget import Staging, aligned
 from slipstream.weight_sync.plan.tasks import Task
 from slipstream.weight_sync.source import WeightSource
 
@@ -133,3 +135,33 @@ def same_bytes(tasks: Sequence[Task]) -> list[list[Task]]:
         else:
             groups.append([task])
     return groups
+
+
+def cut_into_packets(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
+    """Cut tasks into slot loads, in schedule order. Each has as many aligned packets as fit and as are allowed."""
+    loads: list[list[list[Task]]] = []
+    used = slot_bytes
+    for group in same_bytes(tasks):
+        if used + group[0].num_bytes > slot_bytes or len(loads[-1]) == limits.max_load_packets(len(loads) - 1):
+            loads.append([])
+            used = 0
+        loads[-1].append(group)
+        used += aligned(group[0].num_bytes)
+    return [_laid_out(groups) for groups in loads]
+
+
+def _laid_out(groups: Sequence[list[Task]]) -> tuple[Packet, ...]:
+    """A load's packets, with those of one parameter and destination next to each other, so that one launch fills them.
+
+    The schedule alternates between destinations, so that every load has bytes for all of them. Packets may be reordered
+    within a load, because nothing of it is written before all of it is packed.
+    """
+    turns: dict[tuple[str, int, int], list[list[Task]]] = {}
+    for group in groups:
+        turns.setdefault((group[0].param, group[0].replica, group[0].dest_rank), []).append(group)
+    packets: list[Packet] = []
+    offset = 0
+    for group in chain.from_iterable(turns.values()):
+        packets.append(Packet(offset, tuple(group)))
+        offset += aligned(group[0].num_bytes)
+    return tuple(packets)

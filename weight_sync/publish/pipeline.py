@@ -7,6 +7,8 @@ whose link fails (`lanes.py`), which bytes go where (`plan.py`), how a slot is f
 
     schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
 
+    send_ahead(), while engines serve: goes through all loads, as below, and writes changes into landing zones; what is
+    left of them goes through what follows
                       prepare(): while engines pause            run(): once they have paused
     caller's thread   pack+hash load 0 -> slot 0 | load 1 -> slot 1 | (slot 0 free?) load 2 -> slot 0 | ...
     lane 0                                                          | its part of load 0   | of load 1 | ...
@@ -28,9 +30,8 @@ later reset succeeds. A replica whose write failed gets no further task; the oth
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import torch
@@ -42,13 +43,14 @@ from slipstream.weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, rese
 from slipstream.weight_sync.plan.columns import Flags
 from slipstream.weight_sync.plan.tasks import Task
 from slipstream.weight_sync.publish.landings import Landing
-from slipstream.weight_sync.publish.lanes import PipelineResult, Prepared, RankPublishReport, Replay
+from slipstream.weight_sync.publish.lanes import PipelineResult, Prepared, Replay
 from slipstream.weight_sync.publish.packing import (
     CompiledMarks,
     CompiledReads,
     MarkingSource,
     Packet,
     compile_reads,
+    cut_into_packets,
     packed_reads,
     same_bytes,
 )
@@ -129,12 +131,9 @@ class Pipeline:
 
     def _reserved_bytes(self, source_bytes: int) -> int:
         return reserved_bytes(
-            self._device.type,
-            self._watermark_bytes,
-            source_bytes,
-            verify_hashes=self._verify_hashes,
+            self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes,
             has_changes=self._marking is not None,
-        )
+        )  # fmt: skip
 
     def load(self, tasks: Sequence[Task], places: Places | None = None, takes_changes: Flags | None = None) -> None:
         """compile(), then allocate()."""
@@ -182,17 +181,10 @@ class Pipeline:
         """Allocate staging and register it. Call it after compile()."""
         self._drop_staging()
         self._slots = Slots(
-            self._compiled,
-            slot_bytes=self._slot_bytes,
-            places=self.places,
-            transport=self._transport,
-            device=self._device,
-            watermark_bytes=self._watermark_bytes,
-            verify_hashes=self._verify_hashes,
-            quarantined=self._quarantined,
-            marked=self._marked,
-            takes_changes=self._takes_changes,
-        )
+            self._compiled, slot_bytes=self._slot_bytes, places=self.places, transport=self._transport,
+            device=self._device, watermark_bytes=self._watermark_bytes, verify_hashes=self._verify_hashes,
+            quarantined=self._quarantined, marked=self._marked, takes_changes=self._takes_changes,
+        )  # fmt: skip
         self._is_released = False
 
     def add_replicas(self, more: Sequence[int]) -> None:
@@ -224,32 +216,78 @@ class Pipeline:
         self._is_released = True
 
     @torch.no_grad()
+    def send_ahead(
+        self, version: int, bindings: Mapping[Destination, Binding], landings: Mapping[Destination, Landing],
+        timeout_s: float, *, trace: bool = False,
+    ) -> dict[int, str]:  # fmt: skip
+        """Write changes into the zones of engines that go on serving. What must go whole is left for run(), and so is
+        all for an engine rank that proves to hold something else. As prepare(), which must follow.
+
+        Args:
+            bindings: Where these engine ranks were at the last publish.
+            timeout_s: The longest that the writes to one replica may take.
+
+        Returns:
+            The replicas that could not be written to, and why.
+        """
+
+        def send(prepared: Prepared, slots: Slots) -> None:
+            budgets_s = dict.fromkeys((replica for replica, _ in bindings), timeout_s)
+            Replay(slots, self._transport, bindings, budgets_s, prepared, landings, is_ahead=True).replay()
+
+        self._attempt(send, version, trace=trace)
+        return {} if self._prepared is None else self._prepared.result.report.errors
+
+    @torch.no_grad()
     def prepare(self, version: int, *, trace: bool = False, with_changes: bool = False) -> None:
-        """Begin the source and pack the first loads, one per slot, before it is known which replicas will receive them.
+        """Begin the source, and pack the first loads of which anything was not sent ahead, one per slot, before it is
+        known which replicas will receive them.
 
         Collective in source.begin(). Errors are kept for run(). Either run() or cancel() must follow.
 
         Args:
             with_changes: Pack changes, too; the source has kept what was published last.
         """
-        self._prepared = prepared = Prepared(version, Tracer(self._device, is_on=trace))
-        try:
-            with prepared.tracer.host("gather", "source.begin"):
-                held = self._source.begin(version)
-            if self._is_released:
-                self.load(self._tasks, self.places, self._takes_changes)
-            if self._slots is None:
-                raise PlanError("a publish before there is a plan")
-            slots = self._slots
-            prepared.peak_bytes = self._account(held, slots)
-            self._recover_slots()
+
+        def pack(prepared: Prepared, slots: Slots) -> None:
             began = time.monotonic()
             slots.begin()
-            for slot, load in enumerate(slots.loads[:NUM_SLOTS]):
-                prepared.filled.append(slots.pack(slot, load, prepared.tracer, with_streams=with_changes))
-            prepared.prepare_s = time.monotonic() - began
+            left = [one for one in slots.loads if not all(prepared.is_there(*part) for part in one.batches.items())]
+            for slot, load in zip((n for n in range(NUM_SLOTS) if n not in self._quarantined), left):
+                is_marked = with_changes and not prepared.there
+                prepared.filled.append(slots.pack(slot, load, prepared.tracer, with_streams=is_marked))
+            prepared.result.report.prepare_s += time.monotonic() - began
+
+        self._attempt(pack, version, trace=trace)
+
+    def _attempt(self, step: Callable[[Prepared, Slots], None], version: int, *, trace: bool) -> None:
+        """Begin a publish, unless it has begun, and take a step of it. Its first error is kept, and is its end."""
+        has_begun = self._prepared is not None
+        if self._prepared is None:
+            tracer = Tracer(self._device, is_on=trace)
+            self._prepared = Prepared(version, tracer, PipelineResult(Sums(self.places)))
+        prepared = self._prepared
+        if prepared.error is not None:
+            return
+        try:
+            if not has_begun:
+                self._begin(prepared)
+            assert self._slots is not None  # as _begin() found
+            step(prepared, self._slots)
         except Exception as e:  # noqa: BLE001 - a value for now: the other ranks go on to a collective
             prepared.error = e
+
+    def _begin(self, prepared: Prepared) -> None:
+        with prepared.tracer.host("gather", "source.begin"):
+            held = self._source.begin(prepared.version)
+        if self._is_released:
+            self.load(self._tasks, self.places, self._takes_changes)
+        if self._slots is None:
+            raise PlanError("a publish before there is a plan")
+        prepared.result.report.peak_bytes = self._account(held, self._slots)
+        self._recover_slots()
+        if self._slots.changes is not None:
+            self._slots.changes.begin()
 
     @torch.no_grad()
     def survey(self) -> Sums:
@@ -294,7 +332,7 @@ class Pipeline:
         Args:
             bindings: Where the live replicas' ranks are. Tasks for replicas without an entry are skipped.
             budgets_s: Per replica: the longest that writes to it may take in all.
-            landings: This rank's part of the zones of engine ranks that get changes alone.
+            landings: This rank's part of the zones of engine ranks that get changes alone, if not ahead.
             merging: Engine ranks that get factors alone, and merge for themselves. The rest is packed and hashed.
 
         Returns:
@@ -304,16 +342,18 @@ class Pipeline:
         if self._prepared is None or self._prepared.version != version:
             raise PlanError(f"run(version {version}) without prepare(version {version})")
         prepared, self._prepared = self._prepared, None
-        report = RankPublishReport(peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
-        result = PipelineResult(Sums(self.places), report)
+        result, landings = prepared.result, landings or {}
         alive = {replica for replica, _ in bindings}
         try:
             try:
                 if prepared.error is not None:
                     raise prepared.error
                 assert self._slots is not None  # as prepare() found
-                given = bindings, budgets_s, prepared, result, landings or {}, merging
-                Replay(self._slots, self._transport, *given).replay()
+                if void := prepared.there.keys() - landings.keys():
+                    prepared.take_back(void)
+                    self._slots.begin()
+                streams = {} if prepared.there else landings
+                Replay(self._slots, self._transport, bindings, budgets_s, prepared, streams, merging).replay()
             finally:
                 result.report.spans = prepared.tracer.finish()
                 self._source.end()
@@ -360,33 +400,3 @@ class Pipeline:
                 f"a publish would hold {peak} temporary bytes, weight_sync.watermark_bytes={self._watermark_bytes}"
             )
         return peak
-
-
-def cut_into_packets(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
-    """Cut tasks into slot loads, in schedule order. Each has as many aligned packets as fit and as are allowed."""
-    loads: list[list[list[Task]]] = []
-    used = slot_bytes
-    for group in same_bytes(tasks):
-        if used + group[0].num_bytes > slot_bytes or len(loads[-1]) == limits.max_load_packets(len(loads) - 1):
-            loads.append([])
-            used = 0
-        loads[-1].append(group)
-        used += aligned(group[0].num_bytes)
-    return [_laid_out(groups) for groups in loads]
-
-
-def _laid_out(groups: Sequence[list[Task]]) -> tuple[Packet, ...]:
-    """A load's packets, with those of one parameter and destination next to each other, so that one launch fills them.
-
-    The schedule alternates between destinations, so that every load has bytes for all of them. Packets may be reordered
-    within a load, because nothing of it is written before all of it is packed.
-    """
-    turns: dict[tuple[str, int, int], list[list[Task]]] = {}
-    for group in groups:
-        turns.setdefault((group[0].param, group[0].replica, group[0].dest_rank), []).append(group)
-    packets: list[Packet] = []
-    offset = 0
-    for group in chain.from_iterable(turns.values()):
-        packets.append(Packet(offset, tuple(group)))
-        offset += aligned(group[0].num_bytes)
-    return tuple(packets)

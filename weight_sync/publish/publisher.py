@@ -8,6 +8,9 @@ until publish() returns).
 
     rank 0                                    every rank                              replica (each on its own)
     ------                                    ----------                              -------------------------
+                                              pipeline: changes, if engines are
+                                              known to take them           =====>     serves; its landing zone changes
+                                       gather errors
     begin at all, wait for answers      ->     pipeline: gather, pack first loads      pause, DIRTY
                                        bcast  who is alive, and where
                                               pipeline: pack, hash, write  =====>     live parameters change
@@ -26,6 +29,7 @@ any that a replica has seen.
 """
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -237,14 +241,15 @@ class Publisher:
 
     def _publish_to(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""
-        begun = None
-        if self._meeting.rank == 0:
-            at, digest = self._endpoints, self._digest
-            begun = self._rank0.begin(
-                version, included, endpoints=at, digest=digest, book=self._book, places=self._places
-            )
-        self._pipeline.prepare(version, trace=trace is not None, with_changes=self._bases.sends_changes)
+        begun, began = None, time.monotonic()
         with undone_by(lambda _: self._pipeline.cancel()):
+            failed = self._send_ahead(version, included, is_traced=trace is not None)
+            if self._meeting.rank == 0:
+                begun = self._rank0.begin(
+                    version, included, endpoints=self._endpoints, digest=self._digest, book=self._book,
+                    places=self._places, failed=failed, ahead_s=time.monotonic() - began,
+                )  # fmt: skip
+            self._pipeline.prepare(version, trace=trace is not None, with_changes=self._bases.sends_changes)
             alive = self._meeting.on_rank0(Alive, lambda: _of_rank0(begun)[1].result())
         for replica in alive.forgotten:
             self._book.forget(replica)
@@ -269,12 +274,29 @@ class Publisher:
             PublishReport, lambda: self._rank0.finish(_of_rank0(begun)[0], results, result.sums, trace)
         )
         self.disconnect([number for number in included if not report.replicas[number].committed])
+        self._bases.note_served({dest: b for dest, b in bindings.items() if report.replicas[dest[0]].committed})
         if self._bases.is_on and report.num_committed == len(included):
             was_whole = self._bases.costs.is_whole_cheaper
             self._bases.costs.note(report, len(bindings))
             if self._meeting.rank == 0 and self._bases.costs.is_whole_cheaper > was_whole:
-                logger.info("version %d: changes took longer than everything does: the next publish is whole", version)
+                logger.info("version %d: changes cost more than everything does: the next publish is whole", version)
         return report
+
+    def _send_ahead(self, version: int, included: Sequence[int], *, is_traced: bool) -> dict[int, str]:
+        """Write changes into the zones of all replicas, while they serve, if all committed the last publish.
+        Collective. Returns, on rank 0, those that could not be written to."""
+        ahead = {dest: binding for dest, binding in self._bases.ahead.items() if dest[0] in included}
+        landings = self._bases.landings(ahead, ahead)
+        if not landings or len({replica for replica, _ in ahead}) < len(included):
+            return {}
+        bindings = {dest: ahead[dest] for dest in landings}
+        errors = self._pipeline.send_ahead(version, bindings, landings, self._config.timeout_s, trace=is_traced)
+        everyone = self._meeting.gather(dict[int, str], errors)  # all is there before an engine is asked to pause
+        return {
+            replica: f"trainer rank {rank}: {error}"
+            for rank, own in reversed(list(enumerate(everyone)))
+            for replica, error in own.items()
+        }
 
     def disconnect(self, replicas: Collection[int]) -> None:
         """Close this rank's links to dead replicas, because open links keep their memory pinned. Not collective.
@@ -305,6 +327,7 @@ class Publisher:
             self._grow(replica + 1)
         self.disconnect([replica])
         self._book.forget(replica)
+        self._bases.forget_place(replica)
         link = self._transport.link
         fresh = self._meeting.on_rank0(dict[str, Addresses], lambda: self._rank0.rejoin(replica, endpoint, link))
         self._book.learn(replica, fresh)

@@ -194,9 +194,11 @@ class Rank0:
         digest: str,
         book: AddressBook,
         places: Places,
+        failed: Mapping[int, str],
+        ahead_s: float,
     ) -> tuple[Transaction, Future[Alive]]:
         """Ask these replicas to begin, in a new epoch, while this rank packs. Returns their transaction, and then who
-        is alive."""
+        is alive. Those that `failed` ahead, for so many seconds, are not asked."""
         assert self._clients is not None
         self._epoch += 1
         transaction = Transaction(
@@ -209,6 +211,8 @@ class Rank0:
             digest=digest,
             timeout_s=self._config.timeout_s,
             held=self._bases.held,
+            failed=failed,
+            ahead_s=ahead_s,
         )
 
         def params(replica: int) -> list[Sequence[str]]:

@@ -194,11 +194,9 @@ class Slots:
             torch.cuda.set_device(self._device)
 
     def begin(self) -> None:
-        """Begin a publish: no packet has a sum yet."""
+        """Begin to go through the loads: no packet has a sum yet."""
         self._window = 0
         self._sums.zero_()
-        if self.changes is not None:
-            self.changes.begin()
 
     def pack(self, slot: int, load: Load, tracer: Tracer, *, with_streams: bool = False) -> Filled:
         """Fill a slot from the source and hash it, and pack its changes if asked to. The device may still be working on

@@ -66,6 +66,8 @@ class Transaction:
         version, epoch, digest: Name the publish.
         timeout_s: A replica's deadline.
         held: Per engine rank that committed the last publish: the held_digest of it.
+        failed: Replicas that could not be sent changes ahead, and why. They are not asked.
+        ahead_s: Seconds that this took, and that the report counts.
     """
 
     def __init__(
@@ -80,11 +82,15 @@ class Transaction:
         digest: str,
         timeout_s: float,
         held: Mapping[Destination, str],
+        failed: Mapping[int, str],
+        ahead_s: float,
     ) -> None:
         self._held = held
         self.replicas = [
-            Notes(endpoint, error=None if number in included else EXCLUDED) for number, endpoint in enumerate(endpoints)
+            Notes(endpoint, error=failed.get(number) if number in included else EXCLUDED)
+            for number, endpoint in enumerate(endpoints)
         ]
+        self._ahead_s = ahead_s
         self._clients = clients
         self._book = book
         self._publish = PublishId(clients.publisher, version, epoch, digest)
@@ -188,7 +194,7 @@ class Transaction:
             write_s=max(r.busy_write_s for r in results),
             verify_s=max((c.verify_s for c in done), default=0.0),
             commit_s=max((c.commit_s for c in done), default=0.0),
-            total_s=time.monotonic() - self._began,
+            total_s=self._ahead_s + time.monotonic() - self._began,
             num_bytes=sum(r.num_bytes for r in results),
             peak_bytes=max(r.peak_bytes for r in results),
             watermark_bytes=watermark_bytes,

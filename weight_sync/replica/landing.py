@@ -1,6 +1,7 @@
 """Where changes land in an engine rank, and how they get into the live parameters.
 
-    trainer ranks    streams, one-sided      -->  the zone: memory of this rank that nothing else reads
+    trainer ranks    streams, one-sided      -->  the zone: memory of this rank that nothing else reads, so that this
+                                                  rank may serve meanwhile
                      rows, with the commit   -->  check every row, then every stream, then write elements
 
 Owns: the zone, the bounds that a row must keep, and the digest by which both ends name what a rank holds. Does not own:

@@ -24,7 +24,8 @@ Its traps, and what this file does about each:
   anyone who reaches the ports can read and write registered memory (not the rest of the process's memory). A run on one
   host binds the ports to the loopback device (loopback_only.py); a run on several hosts needs a firewall.
 * A fresh engine's first contact with a stopped process blocks for a fixed 60 s. In a publish the replica acknowledges
-  Begin first, so this happens only if a process stops between that and its first byte.
+  Begin first, or was written to in the publish before, so this happens only if a process stops between that and its
+  first byte.
 """
 
 import contextlib

@@ -175,13 +175,68 @@ def test_an_engine_that_missed_two_versions_gets_every_byte_and_the_others_what_
     assert sent[0] == 2 * world.whole_bytes > 2 * sent[1], "once, where further ones have joined"
 
 
-def test_a_link_that_breaks_leaves_an_engine_dirty_and_the_next_publish_is_whole(make_world):
-    world = make_world()
+def before_writes(world: World, monkeypatch: pytest.MonkeyPatch, note: Callable[[int, Sequence[int]], None]) -> None:
+    """Call this with the engine and the addresses before each write."""
+    real, sessions = MemoryTransport.write, [link.session for link in world.links]
+
+    def write(self, session, sources, places, sizes, **more):
+        note(sessions.index(session), places)
+        real(self, session, sources, places, sizes, **more)
+
+    monkeypatch.setattr(MemoryTransport, "write", write)
+
+
+def test_changes_land_while_engines_serve_and_what_goes_whole_is_written_once_they_have_paused(make_world, monkeypatch):
+    """The second engine turns out to hold something else, and gets every byte."""
+    world = make_world(2, delta_bytes=1 << 11, zone=1 << 11)
     world.publish()
     world.step()
-    world.fabric.inject(world.links[0].session, Fault(refuse=True))
-    assert world.publish().num_committed == 0
-    assert not world.engines[0].receivers[0].state.is_serving
+    world.engines[1].receivers[0]._holds = "another version's digest"
+    zones = [engine.receivers[0]._landing.address for engine in world.engines]
+    seen = set()
+
+    def note(number, places):
+        is_serving = world.engines[number].receivers[0].state.is_serving
+        seen.update((number, is_serving, 0 <= place - zones[number] < 1 << 11) for place in places)
+
+    before_writes(world, monkeypatch, note)
+    report = world.publish()
+    assert (report.num_committed, report.num_takers) == (2, 1) and world.all_hold_it(), report
+    assert seen == {(number, is_ahead, is_ahead) for number in (0, 1) for is_ahead in (True, False)}
+    assert world.whole_bytes / 2 < report.num_bytes < world.whole_bytes
+
+
+def test_nothing_is_sent_ahead_to_where_an_engine_was_before_it_was_started_again(make_world):
+    world = make_world(2)
+    world.publish()
+    world.step()
+    world.links[1].close()
+    world.links[1] = MemoryTransport(world.fabric)
+    world.engines[1] = MirrorEngine(world.rank.delivery.source.layout().tensors, world.links[1], world.zone)
+    world.endpoints.append(EndpointThread(world.engines[1], key=SYNC_KEY))
+    world.rank.delivery.reconnect(1, world.endpoints[-1].address)
+    report = world.publish()
+    assert (report.num_committed, report.num_takers) == (2, 1) and world.all_hold_it(), report
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_link_that_breaks_lets_nobody_take_changes_and_the_next_publish_is_whole(make_world, monkeypatch, is_ahead):
+    """With changes, which an engine need not know of, or with what goes whole afterwards, which leaves it dirty."""
+    world = make_world(delta_bytes=1 << 11, zone=1 << 11)
+    world.publish()
+    world.step()
+    session, receiver = world.links[0].session, world.engines[0].receivers[0]
+
+    def break_it(*_):
+        if receiver.state.is_serving == is_ahead:
+            world.fabric.inject(session, Fault(refuse=True))
+
+    with monkeypatch.context() as patch:
+        before_writes(world, patch, break_it)
+        report = world.publish()
+    assert report.num_committed == 0 and "refused" in report.replicas[0].error
+    assert (receiver.state.is_serving, receiver.state.version) == (is_ahead, not is_ahead)
+    world.fabric.take_back(session)
     report = world.publish()
     assert report.num_committed == 1 and world.all_hold_it()
     assert report.num_bytes == world.whole_bytes
@@ -279,10 +334,10 @@ PUBLISH = "slipstream.weight_sync.publish."
 
 @pytest.mark.parametrize(
     "last",
-    ["transaction.Transaction.begin", "lanes.Replay.replay", "transaction.Transaction.finish", "bases.Bases.end"],
+    ["lanes.Replay.replay", "transaction.Transaction.begin", "transaction.Transaction.finish", "bases.Bases.end"],
 )
 def test_after_a_publisher_died_at_any_stage_engines_get_every_byte_of_the_next_one(make_world, last):
-    """Before it asked them to begin, before a stream was written, once all have landed, and once all had committed."""
+    """Before a stream was written, before it asked them to begin, before it asked them to commit, and once all had."""
     world = make_world()
     for _ in range(2):
         world.publish()
@@ -295,8 +350,7 @@ def test_after_a_publisher_died_at_any_stage_engines_get_every_byte_of_the_next_
         patch.setattr(PUBLISH + last, dies)
         with pytest.raises(KeyboardInterrupt):
             world.publish()
-    is_untouched = last in ("transaction.Transaction.begin", "bases.Bases.end")
-    assert world.engines[0].receivers[0].state.is_serving == is_untouched
+    assert world.engines[0].receivers[0].state.is_serving == (last != "transaction.Transaction.finish")
     report = world.publish()
     assert report.num_committed == 1 and world.all_hold_it()
     assert report.num_bytes == world.whole_bytes

@@ -18,7 +18,7 @@ from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, TaskTabl
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
 from slipstream.weight_sync.prediction.predict import Prediction, apply_passes, load_bytes, predict
-from slipstream.weight_sync.publish import pipeline
+from slipstream.weight_sync.publish import packing, pipeline
 
 PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 SLOW = LinkRates(
@@ -135,7 +135,7 @@ def test_loads_are_those_of_the_pipeline(system, limit):
     for rank, tasks in plan.tasks.items():
         limits = Staging(watermark_bytes=2 * limit)
         loads, slot_bytes = load_bytes(table_of(rank, tuple(tasks)), limits)
-        expected = pipeline.cut_into_packets(tasks, slot_bytes, limits)
+        expected = packing.cut_into_packets(tasks, slot_bytes, limits)
         assert loads.tolist() == [sum(packet.tasks[0].num_bytes for packet in packets) for packets in expected]
 
 
@@ -149,7 +149,7 @@ def test_loads_of_many_packets_are_those_of_the_pipeline(watermark_bytes, packet
     limits = Staging(watermark_bytes=watermark_bytes)
     loads, slot_bytes = load_bytes(table_of(0, schedule), limits)
     assert (loads // schedule[0].num_bytes).tolist() == packets
-    assert [len(load) for load in pipeline.cut_into_packets(schedule, slot_bytes, limits)] == packets
+    assert [len(load) for load in packing.cut_into_packets(schedule, slot_bytes, limits)] == packets
 
 
 def test_scratch_is_that_of_the_hashes():

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes.loop import publish_report
 from fakes.publish import KEY
 
@@ -76,9 +77,13 @@ def test_changes_are_for_those_that_committed_the_publish_before_if_it_came_to_i
     assert bases.held == {}, "other replicas"
 
 
-def ways(costs: Costs, count: int, *changes_s: float, whole_s: float, write_s: float, size: int = MIN_BYTES) -> str:
-    """What so many publishes send after a first whole one: w everything, c changes, which take these seconds and then
-    the last ones; each waits half a second for the engine."""
+def ways(
+    costs: Costs, count: int, *changes_s: float, whole_s: float, write_s: float, size: int = MIN_BYTES,
+    still: float = 1.0,
+) -> str:  # fmt: skip
+    """What so many publishes to two engine ranks send after a first whole one: w everything, c changes, which take
+    these seconds and then the last ones, and let engines stand still for this share of them; each waits half a second
+    for the engine."""
     found, report = "", publish_report(0, [])
     seconds = list(changes_s)
     for number in range(count + 1):
@@ -86,21 +91,24 @@ def ways(costs: Costs, count: int, *changes_s: float, whole_s: float, write_s: f
         took = whole_s if is_whole else seconds.pop(0) if seconds[1:] else seconds[0]
         num_bytes, num_takers = (2 * size, 0) if is_whole else (5, 2)
         numbers = {"write_s": write_s, "num_bytes": num_bytes, "num_takers": num_takers, "idle_s": 0.5}
+        numbers["pause_s"] = took * (1 if is_whole else still) + 0.5
         costs.note(replace(report, total_s=took + 0.5, **numbers), 2)
         found += "w" if is_whole else "c"
     return found[1:]
 
 
-def test_everything_is_sent_where_that_is_quicker() -> None:
-    assert ways(Costs(), 50, 0.44, whole_s=0.25, write_s=0.17) == "cc" + 9 * "w" + "cc" + 17 * "w" + "cc" + 18 * "w"
-    long = ways(Costs(), 1000, 0.44, whole_s=0.25, write_s=0.17)
+def test_everything_is_sent_where_that_is_cheaper() -> None:
+    assert ways(Costs(1), 50, 0.44, whole_s=0.25, write_s=0.17) == "cc" + 9 * "w" + "cc" + 17 * "w" + "cc" + 18 * "w"
+    long = ways(Costs(1), 1000, 0.44, whole_s=0.25, write_s=0.17)
     assert 0.03 < long.count("c") / (len(long)) < 0.035, "two of 67 in the end"
-    assert ways(Costs(), 9, 0.2, whole_s=0.25, write_s=0.17) == "ccwcccccc", "compared once"
-    assert ways(Costs(), 9, 0.2, 0.2, 0.2, 0.3, whole_s=0.25, write_s=0.17) == "ccwcccwww"
-    assert ways(Costs(), 9, 1.0, whole_s=12.0, write_s=11.8) == 9 * "c", "never over a slow link"
-    assert ways(Costs(), 9, 5.0, 0.6, whole_s=1.3, write_s=1.2) == 9 * "c", "a first one compiles its kernels"
-    assert ways(Costs(), 9, 0.44, whole_s=0.25, write_s=0.17, size=MIN_BYTES - 1) == 9 * "c", "a small model"
-    costs = Costs()
+    assert ways(Costs(1), 9, 0.2, whole_s=0.25, write_s=0.17) == "ccwcccccc", "compared once"
+    assert ways(Costs(1), 9, 0.2, 0.2, 0.2, 0.3, whole_s=0.25, write_s=0.17) == "ccwcccwww"
+    assert ways(Costs(1), 9, 1.0, whole_s=12.0, write_s=11.8) == 9 * "c", "never over a slow link"
+    assert ways(Costs(1), 9, 5.0, 0.6, whole_s=1.3, write_s=1.2) == 9 * "c", "a first one compiles its kernels"
+    assert ways(Costs(1), 9, 0.44, whole_s=0.25, write_s=0.17, size=MIN_BYTES - 1) == 9 * "c", "a small model"
+    assert ways(Costs(1), 9, 0.42, whole_s=0.25, write_s=0.17, still=0.25) == "ccwcccccc", "0.42 + 2 x 0.105 < 3 x 0.25"
+    assert ways(Costs(2), 9, 0.42, whole_s=0.25, write_s=0.17, still=0.25) == "ccwwwwwww", "the trainer has more ranks"
+    costs = Costs(1)
     ways(costs, 3, 0.44, whole_s=0.25, write_s=0.17)
     costs.note(publish_report(0, []), 1)
     assert not costs.is_whole_cheaper, "others take part"
@@ -153,14 +161,20 @@ def test_streams_lie_one_after_the_other_until_the_part_is_full() -> None:
 
 def test_a_load_that_no_stream_fits_is_not_marked_for_some_publishes() -> None:
     slots = object.__new__(ChangeSlots)
-    slots.was_asked, slots._has_fitted, slots._num_skipped = [False, False], [False, False], [0, 0]
-    assert slots.is_worth_it(0) and slots.is_worth_it(0), "nobody asked yet"
+    slots.was_asked, slots._has_fitted, slots._num_skipped = [False] * 3, [False] * 3, [0] * 3
+    slots._numbers, slots._num_changed = [{0: 0}, {0: 0}, {}], torch.zeros(())
+
+    def worth() -> list[bool]:
+        slots.begin()
+        return [slots.is_worth_it(load) for load in range(3)]
+
+    assert worth() == worth() == [True, True, False], "nobody asked yet; of the last load nothing may go as a stream"
     slots.was_asked[0] = slots.was_asked[1] = slots._has_fitted[1] = True
-    said = [slots.is_worth_it(0) for _ in range(SKIPPED + 2)]
-    assert said == [False] * (SKIPPED - 1) + [True] * 3
-    assert slots.is_worth_it(1), "one fitted"
+    said = [worth() for _ in range(SKIPPED + 2)]
+    assert [first for first, _, _ in said] == [False] * (SKIPPED - 1) + [True] * 3
+    assert all(second for _, second, _ in said), "one fitted"
     slots.was_asked[1] = True
-    assert not slots.is_worth_it(1), "that was for one publish"
+    assert not worth()[1], "that was for one publish"
 
 
 def test_parts_and_flags_of_ranks_are_one_after_the_other() -> None:

@@ -23,11 +23,10 @@ from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from slipstream.weight_sync.publish import lanes, pipeline, slot_turns
 from slipstream.weight_sync.publish.landings import Landing
-from slipstream.weight_sync.publish.lanes import PipelineResult, Replay
+from slipstream.weight_sync.publish.lanes import Replay
 from slipstream.weight_sync.publish.pipeline import Pipeline
 from slipstream.weight_sync.publish.slot_turns import FreeSlots, SharedLock
 from slipstream.weight_sync.publish.staging_slots import Batch, Slots
-from slipstream.weight_sync.publish.sums import Sums
 
 
 @pytest.fixture(autouse=True)
@@ -132,23 +131,32 @@ def test_an_engine_rank_that_merges_is_not_written_to_where_a_load_has_no_factor
     assert report.num_bytes == sum(task.num_bytes for task in world.plan.tasks[0] if task.dest_rank == 1)
 
 
-def test_of_changes_only_what_changed_is_sent_and_what_takes_none_goes_whole() -> None:
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_of_changes_only_what_changed_is_sent_and_what_takes_none_goes_whole_once_engines_have_paused(
+    is_ahead: bool,
+) -> None:
     """The second engine rank has the sums' columns 2 to 4: one that takes no changes, one with a record, and one that
     is as it was."""
     dest, landing = (0, 1), Landing(4096, 0, 64)
     batch = Batch(slice(0, 3), ([10, 20, 30],), [64, 64, 64], [0, 1, 2])
     replay: Any = object.__new__(Replay)
     replay._merging, replay._landings, replay._addresses = (), {dest: landing}, {dest: [100, 200, 300]}
+    replay._is_ahead, replay._prepared = is_ahead, SimpleNamespace(there={})
     changes = SimpleNamespace(
         was_asked=[False], takes_changes=[True, True, False, True, True], stream_of=lambda *given: (900, 2 - given[2])
     )
-    entries = SimpleNamespace(columns=[2, 3, 4], offset=[0, 32, 0])
+    entries = SimpleNamespace(columns=[2, 3, 4], offset=[0, 32, 0], sizes=[64, 64, 64])
     replay._slots = SimpleNamespace(entries={dest: entries}, changes=changes)
     replay._result = SimpleNamespace(sums=SimpleNamespace(places=SimpleNamespace(first={dest: 2})))
     load = SimpleNamespace(number=0, packets=[None] * 3, batches={dest: batch})
-    pieces = replay._pieces(SimpleNamespace(load=load, slot=0, has_streams=True), dest)
-    assert pieces == ([10, 900], [100, 4096], [64, stream_bytes(64, 1)])
+    filled: Any = SimpleNamespace(load=load, slot=0, has_streams=True)
+    *pieces, are_there = replay._pieces(filled, dest)
+    sent = [(10, 100, 64), (900, 4096, stream_bytes(64, 1))][is_ahead:]
+    assert (list(zip(*pieces)), are_there.tolist()) == (sent, [not is_ahead, True, True])
     assert (landing.rows, changes.was_asked) == ([(1, 32, 64, 0, 1)], [True])
+    replay._prepared.there[dest] = are_there
+    *pieces, are_there = replay._pieces(filled, dest)
+    assert (list(zip(*pieces)), are_there.tolist()) == ([(10, 100, 64)][: int(is_ahead)], [is_ahead, False, False])
 
 
 def test_slots_that_were_packed_for_nobody_who_began_are_free_at_once() -> None:
@@ -613,9 +621,8 @@ def test_the_slot_of_a_load_that_nobody_wants_any_more_comes_back() -> None:
     world.pipeline.prepare(1)
     prepared, slots = world.pipeline._prepared, world.pipeline._slots
     assert prepared is not None and slots is not None
-    result = PipelineResult(Sums(world.pipeline.places))
-    replay = Replay(slots, world.transport, world.bindings(), world.budgets_s, prepared, result, {})
-    result.report.errors[0] = "the link broke"
+    replay = Replay(slots, world.transport, world.bindings(), world.budgets_s, prepared, {})
+    prepared.result.report.errors[0] = "the link broke"
     for filled in prepared.filled:
         replay._hand_over(filled)
     assert [replay._free.take({}) for _ in prepared.filled] == [filled.slot for filled in prepared.filled] == [0, 1]

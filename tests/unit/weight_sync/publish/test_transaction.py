@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -71,7 +72,8 @@ class Setup:
     """Three replicas, of which two take part."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, included: tuple[int, ...] = (0, 2), timeout_s: float = 10.0,
-                 held: Mapping[tuple[int, int], str] | None = None):  # fmt: skip
+                 held: Mapping[tuple[int, int], str] = MappingProxyType({}),
+                 failed: Mapping[int, str] = MappingProxyType({})):  # fmt: skip
         self.clock = Clock()
         monkeypatch.setattr(module, "time", self.clock)
         self.clients = Clients(self.clock, answer_s={0: 1.0, 1: 9.0, 2: 4.0})
@@ -82,7 +84,9 @@ class Setup:
             ["tcp://a", "tcp://b", "tcp://c"],
             included,
             timeout_s=timeout_s,
-            held=held or {},
+            held=held,
+            failed=failed,
+            ahead_s=0.0625,
             version=7,
             epoch=3,
             digest="plan",
@@ -132,6 +136,14 @@ def test_changes_are_for_ranks_that_hold_what_was_kept_for_them(make) -> None:
     setup.clients.answers[BEGIN, 2] = begun(holds=("", "sixth"))
     assert setup.begin().take_changes == [(0, 0)], "the others hold another version, nothing, or what nobody kept"
     assert setup.transaction.bases == {(0, 0): "sixth"}
+
+
+def test_a_replica_that_took_no_changes_ahead_is_not_asked_to_begin(make) -> None:
+    setup = make(failed={2: "trainer rank 1: TransferFailed: gone", 1: "left out, so nobody wrote to it"})
+    assert setup.begin().budgets_s == {0: 9.0}
+    setup.finish(RankPublishReport(errors={2: "TransferFailed: gone"}))
+    assert [set(fields) for _, fields, _ in setup.clients.asked] == [{0}, {0}], "to begin, and to commit"
+    assert setup.errors == [None, EXCLUDED, "trainer rank 1: TransferFailed: gone"]
 
 
 def test_a_begin_that_used_up_the_deadline_leaves_no_time_and_not_less(make) -> None:
@@ -269,7 +281,7 @@ def test_the_report_has_the_slowest_of_each_and_the_sum_of_bytes(make, one: int,
     assert (report.version, report.epoch) == (7, 3)
     assert (report.pause_s, report.idle_s, report.mark_s) == (2.0, 0.5, 0.125)
     assert (report.verify_s, report.commit_s) == (0.5, 3.0)
-    assert (report.begin_s, report.total_s) == (4.5, 4.5 + 3.0 + 2.0)
+    assert (report.begin_s, report.total_s) == (4.5, 0.0625 + 4.5 + 3.0 + 2.0)
     assert (report.prepare_s, report.write_s, report.peak_bytes, report.num_bytes) == (0.75, 2.0, 9, 120)
     assert (report.watermark_bytes, report.num_changed_params) == (11, 5)
     assert (report.changed_fraction, report.num_takers) == (3 / 12, 0)
