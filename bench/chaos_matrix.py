@@ -2,12 +2,14 @@
 
     python bench/chaos_matrix.py                  every plan that is not done yet
     python bench/chaos_matrix.py trainer taught   these
+    sudo unshare --mount sh -c 'mount -t tmpfs -o size=600m tmpfs /dev/shm && mount -t tmpfs -o size=500m tmpfs /mnt &&
+        python bench/chaos_matrix.py fill --folder /mnt'
 
 A plan is a run with several events. After each plan the run's files are checked: every prompt of an epoch was used
 exactly once, no sample is of another version than the one that was verified, every row of metrics is there once. The
 plan `trainer` runs to a fixed step, and its samples and adapter are compared with those of two undisturbed runs of the
 same seeds, `taught` (fine-tuning) with one. Writes bench/results/chaos_matrix-cpu.json after every event; a second call
-does what is left. Prints a table.
+does what is left. Prints a table. `fill` wants file systems that are its own; nodes that are cut off: bench/nodes.py.
 """
 
 import argparse
@@ -93,6 +95,14 @@ PLANS = {
     "agent": Plan([*each("agent"), *each("agent", what="stop", when=("sampling",))], tuple(AGENTS)),
     "stop": Plan([*each("engine", "worker", "trainer", what="stop"), *each("reward", what="stop", when=("sampling",))]),
     "term": Plan([*each("engine", "worker", "trainer", what="term"), *each("reward", what="term", when=("sampling",))]),
+    "slow": Plan([
+        *each("engine", "trainer", "worker", what="slow", when=("sampling", "publish")),
+        *each("controller", "reward", what="slow", when=("sampling",)),
+    ]),
+    "fill": Plan([
+        *each("shm", what="fill", when=("sampling", "publish")),
+        *each("disk", what="fill", when=("sampling", "publish", "checkpoint")),
+    ]),
 }  # fmt: skip
 """What is most worth knowing comes first, for the day that is too short. `raylet` and what follows end a run, which is
 resumed; `start` is a start of a resumed run.
@@ -107,7 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     results = Results(arguments.out)
-    for name in arguments.plans or PLANS:
+    for name in arguments.plans or (name for name in PLANS if name != "fill"):
         done = {tuple(row["cell"]) for row in results.read()["rows"] if row["plan"] == name}
         left = [cell for cell in PLANS[name].events if cell not in done]
         if left:

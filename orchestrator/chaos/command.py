@@ -3,8 +3,8 @@
     words --> ChaosOptions --check--> draw, event by event --> Harm.do --> RUN/chaos.jsonl, and a table
 
 Owns: what may be asked of which run, the draw, the series and the table. Does not own: processes (victims.py), moments
-(moments.py), the blow and its cost (harm.py). Invariant: the draw depends on the seed, on the options and on the names
-of the run's processes, and on nothing else.
+(moments.py), ways to harm (ways.py, room.py), the blow and its cost (harm.py). Invariant: the draw depends on the seed,
+on the options and on the names of the run's processes, and on nothing else.
 """
 
 import json
@@ -19,9 +19,11 @@ from typing import TypeVar
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
-from slipstream.orchestrator.chaos.harm import ENDED, Blow, Event, Harm, What
+from slipstream.orchestrator.chaos.harm import ENDED, Blow, Event, Harm
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
-from slipstream.orchestrator.chaos.victims import OUTLIVED, Kind, Victim, victims_of
+from slipstream.orchestrator.chaos.room import check_can_be_filled, is_there
+from slipstream.orchestrator.chaos.victims import OUTLIVED, ROOMS, Kind, Victim, victims_of
+from slipstream.orchestrator.chaos.ways import What, check_can_be_cut
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
 from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
@@ -55,6 +57,7 @@ class ChaosOptions:
     every: float | None = None
     for_s: float | None = None
     stop_s: float = 5.0
+    rest_bytes: int = 0
     patience_s: float = 300.0
     resume: bool = False
 
@@ -73,12 +76,14 @@ def chaos(options: ChaosOptions, say: Callable[[str], None]) -> list[Event]:
     _check_numbers(options)
     _check_moments(when, saved, folder)
     chosen = _chosen(options, folder, when)
+    _check_ways(chosen, what, folder, options.rest_bytes)
     seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
     say(f"seed {seed}: {', '.join(chosen)} x {', '.join(what)} x {', '.join(when)}")
     rng, events, began = random.Random(seed), list[Event](), time.monotonic()
     harm = Harm(
-        folder, seed=seed, stop_s=options.stop_s, patience_s=options.patience_s, resumes=options.resume, say=say
-    )
+        folder, seed=seed, stop_s=options.stop_s, rest_bytes=options.rest_bytes, patience_s=options.patience_s,
+        resumes=options.resume, say=say,
+    )  # fmt: skip
     for number in range(1 << 31):
         blow = draw(rng, victims_of(folder), chosen, what, when, harm.publish_s)
         events.append(harm.do(blow, number))
@@ -108,7 +113,30 @@ def draw(
     engines = sorted(one.name for one in there if one.kind is Kind.engine)
     others = [one for one in engines if one.rpartition("-")[2] != name.rpartition("-")[2]] or engines
     first = others[-1] if moment is Moment.recovery and others else ""
-    return Blow(Kind(name.partition("-")[0]), name, rng.choice(list(what)), moment, after_s, first)
+    kind = Kind(name.partition("-")[0])
+    return Blow(kind, name, rng.choice([one for one in what if _fits(one, kind)]), moment, after_s, first)
+
+
+def _fits(what: What, kind: Kind) -> bool:
+    return (what is What.fill) == (kind in ROOMS)
+
+
+def _check_ways(chosen: Sequence[str], what: Sequence[What], folder: RunFolder, rest_bytes: int) -> None:
+    """Whether each victim can be harmed so, and nobody else is."""
+    kinds = [Kind(word.partition("-")[0]) for word in chosen]
+    for kind in kinds:
+        if not any(_fits(one, kind) for one in what):
+            cure = "with --what fill" if kind in ROOMS else "in another way; --what fill is for " + ", ".join(ROOMS)
+            raise ConfigError(f"{kind} can be harmed only {cure}; got --what {','.join(what)}")
+    for one in what:
+        if not any(_fits(one, kind) for kind in kinds):
+            raise ConfigError(f"--what {one} fits no VICTIM of {','.join(chosen)}; fill takes {', '.join(ROOMS)}")
+    for room in (kind for kind in kinds if kind in ROOMS):
+        check_can_be_filled(room, folder, rest_bytes)
+    if What.cut in what:
+        for one in victims_of(folder):
+            if one.kind in chosen or one.name in chosen:
+                check_can_be_cut(one.name, one.processes[0])
 
 
 def listed(run: Path) -> list[JsonObject]:
@@ -117,7 +145,11 @@ def listed(run: Path) -> list[JsonObject]:
     found = victims_of(folder)
     if not found:
         raise ConfigError(f"the run in {folder.root} has no process on this machine; call it where the run is")
-    return [{"kind": one.kind, "name": one.name, "pids": one.pids, "outlived": one.kind in OUTLIVED} for one in found]
+    rooms = [Victim(room, room, ()) for room in ROOMS if is_there(room, folder)]
+    return [
+        {"kind": one.kind, "name": one.name, "pids": one.pids, "outlived": one.kind in OUTLIVED}
+        for one in (*found, *rooms)
+    ]
 
 
 def list_text(found: Sequence[JsonObject]) -> str:
@@ -126,7 +158,7 @@ def list_text(found: Sequence[JsonObject]) -> str:
     for one in found:
         pids = one["pids"]
         shown = ", ".join(map(str, pids[:6])) + (f", ... ({len(pids)})" if len(pids) > 6 else "")
-        lines.append((one["name"], shown, "" if one["outlived"] else "only if named"))
+        lines.append((one["name"], shown or "-", "" if one["outlived"] else "only if named"))
     return _table(lines)
 
 
@@ -178,6 +210,8 @@ def _known(words: Sequence[str], kinds: type[_Word], option: str) -> list[_Word]
 def _check_numbers(options: ChaosOptions) -> None:
     if (options.every is None) != (options.for_s is None):
         raise ConfigError("--every and --for go together, e.g. --every 60 --for 600; without both there is one event")
+    if options.rest_bytes < 0:
+        raise ConfigError(f"--rest-bytes must be >= 0, got {options.rest_bytes}")
     numbers = {"--every": options.every, "--for": options.for_s, "--stop-s": options.stop_s}
     for name, number in (numbers | {"--patience-s": options.patience_s}).items():
         if number is not None and not number > 0:
@@ -211,7 +245,7 @@ def _chosen(options: ChaosOptions, folder: RunFolder, when: Sequence[Moment]) ->
             raise ConfigError(
                 f"VICTIM must be of {', '.join(Kind)}, or a name of slipstream chaos RUN --list, got {word!r}"
             )
-        if word not in kinds and word not in names and Moment.start not in when:
+        if word not in (*kinds, *names, *ROOMS) and Moment.start not in when:
             raise _lacks(word, folder, kinds)
     return list(options.victims or outlived or [Kind.trainer])
 

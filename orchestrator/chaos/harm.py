@@ -1,9 +1,10 @@
 """One event: hit a process at a moment, wait until the run is as before or has ended, and say what it cost.
 
-    RunWatch.wait --> signal --> steps go on --> everybody is there again, and serves --> a row of chaos.jsonl
+    RunWatch.wait --> the blow --> steps go on --> everybody is there again, and serves --> a row of chaos.jsonl
 
-Owns: the blow, the wait after it, and the figures of a row. Does not own: who is hit and when (draw.py), the table
-(command.py). Invariant: what was stopped goes on in any case, also where this command is interrupted.
+Owns: when the blow falls and what lasts is undone, the wait after it, and the figures of a row. Does not own: how one
+is harmed (ways.py, room.py), who is and when (command.py), the table (command.py). Invariant: what lasts is undone in
+any case, also where this command is interrupted.
 """
 
 import json
@@ -13,15 +14,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 
 import psutil
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
-from slipstream.orchestrator.chaos.victims import Kind, Victim, victims_of
+from slipstream.orchestrator.chaos.room import filled, folder_of
+from slipstream.orchestrator.chaos.victims import ROOMS, Kind, Victim, victims_of
+from slipstream.orchestrator.chaos.ways import LASTING, What, cut_off, send, slowed, stopped
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.control.control_folder import ask, how_it_ended, is_alive
 from slipstream.orchestrator.control.run_state import start_of
@@ -32,12 +34,6 @@ LOOK_EVERY_S = 0.5
 _DEATH_S = 10.0
 """How long a process is watched that may outlive its signal."""
 AS_BEFORE, ENDED, NOT_YET, NOT_MET = "as before", "ended", "not as before", "not met"
-
-
-class What(StrEnum):
-    kill = "kill"
-    stop = "stop"
-    term = "term"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +63,9 @@ class Event:
     pids: list[int]
     what: str
     stop_s: float | None
+    """How long it lasted, unless the run ended first."""
+    rest_bytes: int | None
+    """What was left free."""
     asked: str
     """The moment."""
     met: bool
@@ -98,21 +97,24 @@ class Harm:
 
     Args:
         seed: noted in each row.
-        stop_s: how long What.stop lasts.
+        stop_s: how long ways last that are undone.
+        rest_bytes: what a room has left that is filled.
         patience_s: longest wait for the moment, and for the run to be as before.
         resumes: resume the run by `slipstream resume` where it ends or its controller dies.
     """
 
     def __init__(
-        self, folder: RunFolder, *, seed: int, stop_s: float, patience_s: float, resumes: bool,
+        self, folder: RunFolder, *, seed: int, stop_s: float, rest_bytes: int, patience_s: float, resumes: bool,
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._folder, self._seed, self._stop_s, self._patience_s = folder, seed, stop_s, patience_s
-        self._resumes, self._say = resumes, say
+        self._rest_bytes, self._resumes, self._say = rest_bytes, resumes, say
         self._watch = RunWatch(folder)
         self._timeline = GrowingFile(folder.timeline)
         self._stepped_at = 0.0
         """When the blow fell, and then when the newest step after it ended, in seconds since 1970."""
+        self._finished = -1
+        """That step."""
 
     @property
     def publish_s(self) -> float:
@@ -123,7 +125,8 @@ class Harm:
         """Carry one event out, and append its row."""
         event = Event(
             time.time(), self._seed, number, blow.name, [], blow.what,
-            self._stop_s if blow.what is What.stop else None, blow.moment, met=False, first="", step=self._watch.step,
+            self._stop_s if blow.what in LASTING else None, self._rest_bytes if blow.what is What.fill else None,
+            blow.moment, met=False, first="", step=self._watch.step,
         )  # fmt: skip
         victim = self._find(blow)
         before = Counter(one.kind for one in victims_of(self._folder) if one.kind is not Kind.node)
@@ -143,6 +146,8 @@ class Harm:
 
     def _find(self, blow: Blow) -> Victim | None:
         """The victim; in a start it may not be there yet."""
+        if blow.kind in ROOMS:
+            return Victim(blow.kind, blow.name, ())
         deadline = time.monotonic() + self._patience_s
         while time.monotonic() < deadline and self._goes_on():
             for victim in victims_of(self._folder):
@@ -158,7 +163,7 @@ class Harm:
             return ""
         for victim in victims_of(self._folder):
             if victim.name == blow.first:
-                _send(victim, signal.SIGKILL)
+                send(victim.processes, signal.SIGKILL)
                 self._say(f"{victim.name} killed first, so that there is a recovery")
                 return victim.name
         return ""
@@ -166,21 +171,39 @@ class Harm:
     def _strike(self, blow: Blow, victim: Victim, event: Event) -> None:
         """Hit, and note what was met."""
         event.step, event.pids, event.time = self._watch.step, victim.pids, time.time()
-        self._stepped_at = event.time
-        _send(victim, {What.kill: signal.SIGKILL, What.stop: signal.SIGSTOP, What.term: signal.SIGTERM}[blow.what])
-        at = time.time()
-        was_on = self._watch.is_on(blow.moment, at)
-        self._say(f"step {event.step}, {blow.moment}: {blow.what} {victim.name} ({_shown(victim.pids)})")
-        if blow.what is What.stop:
-            try:
-                psutil.wait_procs(victim.processes, timeout=self._stop_s)
-            finally:
-                _send(victim, signal.SIGCONT)
-        else:
-            psutil.wait_procs(victim.processes, timeout=_DEATH_S)
+        self._stepped_at, self._finished = event.time, event.step
+        with self._harmed(blow.what, victim):
+            at = time.time()
+            was_on = self._watch.is_on(blow.moment, at)
+            shown = f" ({_shown(victim.pids)})" if victim.pids else ""
+            self._say(f"step {event.step}, {blow.moment}: {blow.what} {victim.name}{shown}")
+            self._let_last(blow.what, victim)
         self._watch.look()  # it may have been over, and the log was read before
         is_timed = blow.moment in (Moment.publish, Moment.verify)
         event.met = was_on and (not is_timed or not self._watch.had_ended(at))
+
+    def _harmed(self, what: What, victim: Victim) -> AbstractContextManager[None]:
+        match what:
+            case What.stop:
+                return stopped(victim.processes)
+            case What.slow:
+                return slowed(victim.processes)
+            case What.cut:
+                return cut_off(victim.name, victim.processes[0], self._stop_s)
+            case What.fill:
+                return filled(folder_of(victim.kind, self._folder), self._rest_bytes)
+            case What.kill | What.term:
+                send(victim.processes, signal.SIGKILL if what is What.kill else signal.SIGTERM)
+                return nullcontext()
+
+    def _let_last(self, what: What, victim: Victim) -> None:
+        """Until its time is up, or the run has ended: a resume is to find what it had before."""
+        if what not in LASTING:
+            psutil.wait_procs(victim.processes, timeout=_DEATH_S)
+            return
+        ends = time.monotonic() + self._stop_s
+        while (left_s := ends - time.monotonic()) > 0 and self._goes_on():
+            time.sleep(min(left_s, LOOK_EVERY_S))
 
     def _wait(self, blow: Blow, event: Event, wanted: Counter[Kind]) -> None:
         """Until the run is as before, has ended, or patience has."""
@@ -224,8 +247,8 @@ class Harm:
             event.groups_again += int(figures.get("rollout/groups_failed") or 0)
             event.handed_over += int(figures.get("rollout/handed_over") or 0)
             event.rewards_failed += int(figures.get("reward/failures") or 0)
-            if event.longest_s is None:
-                event.steps_again += max(0, event.step - row["step"] + 1)
+            event.steps_again += max(0, self._finished - row["step"] + 1)
+            self._finished = row["step"]
             event.longest_s = round(max(event.longest_s or 0.0, row["to"] - self._stepped_at), 2)
             self._stepped_at = row["to"]
             ends = event.time + (event.stop_s or 0.0)
@@ -248,12 +271,6 @@ class Harm:
         with suppress(ConfigError):  # it goes still
             for line in ask(self._folder.root, {"ask": "scale", "rollout": num_workers}):
                 self._say(f"slipstream scale: {line}")
-
-
-def _send(victim: Victim, number: signal.Signals) -> None:
-    for process in victim.processes:
-        with suppress(psutil.Error):  # psutil refuses where another process has the number by now
-            process.send_signal(number)
 
 
 def _shown(pids: Sequence[int]) -> str:

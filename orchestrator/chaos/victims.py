@@ -33,8 +33,13 @@ class Kind(StrEnum):
     raylet = "raylet"
     gcs = "gcs"
     node = "node"
+    shm = "shm"
+    disk = "disk"
+    store = "store"
 
 
+ROOMS = (Kind.shm, Kind.disk, Kind.store)
+"""No processes, but room that these need."""
 OUTLIVED = (Kind.engine, Kind.worker, Kind.trainer, Kind.reward, Kind.agent)
 """Deaths after which a run goes on by itself."""
 RAY_HOST = "ray-host"
@@ -84,6 +89,11 @@ def victims_of(folder: RunFolder) -> list[Victim]:
     if RAY_HOST in holders:
         found += _of_ray(holders[RAY_HOST])
     return sorted(found, key=lambda one: (list(Kind).index(one.kind), one.name))
+
+
+def pids_of(folder: RunFolder) -> set[int]:
+    """All processes of the run on this machine."""
+    return {one.pid for holder in _holders(folder).values() for one in (holder, *_below(holder))}
 
 
 def _holders(folder: RunFolder) -> dict[str, psutil.Process]:

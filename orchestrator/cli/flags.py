@@ -339,11 +339,12 @@ def chaos() -> Parser:
     parser.positional("victims", type=str)
     flag = parser.flags("flags: what is done")
     flag("--list", bool, None, "show whom there is to harm on this machine, with process ids; harms nobody")
-    ways = "kill (SIGKILL), stop (SIGSTOP, then SIGCONT), term (SIGTERM); default %(default)s"
+    ways = "kill (SIGKILL), stop (SIGSTOP, then SIGCONT), term (SIGTERM), slow, cut, fill; default %(default)s"
     flag("--what", str, "W[,W]", ways, default="kill")
     moments = "now, sampling, publish, verify, checkpoint, recovery, start; default now"
     flag("--when", str, "M[,M]", moments, default="now")
-    flag("--stop-s", float, "S", "how long stop lasts; default %(default)g")
+    flag("--stop-s", float, "S", "how long stop, slow, cut and fill last; default %(default)g")
+    flag("--rest-bytes", int, "N", "what fill leaves free; default %(default)d")
     flag("--seed", int, "N", "of the draw; default: any, which is said")
     flag("--resume", bool, None, "resume the run where it ends or its controller dies, as whoever watches it would")
     flag = parser.flags("flags: how often")

@@ -314,15 +314,20 @@ CHAOS = """\
 slipstream chaos RUN --list
        slipstream chaos RUN [VICTIM[,VICTIM]] [flags]
 
-Kills, stops or ends a process of the run that goes on in the folder RUN, at a moment of your choice, and waits until
-the run is as before: steps go on, everybody is there again and serves. Prints what happened and what it cost, and
-appends it to RUN/chaos.jsonl. Where several victims, ways or moments are given, each event draws one of each.
+Kills, stops, ends, slows or cuts off a process of the run that goes on in the folder RUN, or fills its disk, at a
+moment of your choice, and waits until the run is as before: steps go on, everybody is there again and serves. Prints
+what happened and what it cost, and appends it to RUN/chaos.jsonl. Where several victims, ways or moments are given,
+each event draws one of each.
 
 VICTIM is a kind, of which one process is drawn (engine, worker, trainer, keeper, reward, agent, controller, raylet,
 gcs, node), or a name that --list shows. Without it one is drawn that a run outlives by itself: engine, worker, trainer,
 reward or agent.
 A run whose raylet, gcs or node is killed ends; one whose controller is killed waits to be resumed (--resume).
 Only processes of this run and this user are touched, on this machine.
+
+slow lets the victim run a tenth of the time. cut drops what the node of the victim sends and gets, where the node is a
+network namespace of its own; it needs root and nft. fill takes the free room of a file system that is the run's alone:
+its VICTIM is shm (/dev/shm), disk (RUN) or store (run.checkpoint_dir=file:///...). All are undone after --stop-s.
 
 examples
   slipstream chaos runs/latest --list
@@ -332,6 +337,7 @@ examples
   slipstream chaos runs/latest controller --when checkpoint --resume
   slipstream chaos runs/latest trainer --when recovery
       kills an engine first, and the trainer rank while that is started again
+  slipstream chaos runs/latest disk --what fill --stop-s 60 --resume
 
 verify is when engines check what they got, at the end of a publish. No file says so while it goes on, so it is aimed
 at by the time that publishes before took. The column met says whether a moment was still on when the blow fell.

@@ -1,5 +1,6 @@
 """Locks: only processes of the run are found and hit, at the moment that was asked for; a row says what it cost."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -14,9 +15,10 @@ import pytest
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.chaos.command import ChaosOptions, chaos, draw, report
-from slipstream.orchestrator.chaos.harm import Blow, Harm, What
+from slipstream.orchestrator.chaos.harm import Blow, Harm
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
 from slipstream.orchestrator.chaos.victims import Kind, Victim, victims_of
+from slipstream.orchestrator.chaos.ways import What
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.files.run_folder import RunFolder
@@ -68,8 +70,8 @@ def step(folder: RunFolder, number: int, **figures: int) -> None:
 
 def harm_of(folder: RunFolder, **options: float) -> Harm:
     return Harm(
-        folder, seed=3, stop_s=options.get("stop_s", 0.1), patience_s=options.get("patience_s", 20), resumes=False,
-        say=lambda line: None,
+        folder, seed=3, stop_s=options.get("stop_s", 0.1), rest_bytes=0, patience_s=options.get("patience_s", 20),
+        resumes=False, say=lambda line: None,
     )  # fmt: skip
 
 
@@ -131,24 +133,32 @@ def test_the_same_seed_draws_the_same_and_kinds_alike() -> None:
     assert drawn(1) == drawn(1) != drawn(2)
     num_engines = sum(blow.kind is Kind.engine for blow in drawn(1))
     assert 70 < num_engines < 130, "a coin's toss, not one of eight processes"
+    assert not any(blow.what is What.fill for blow in drawn(1)), "a process is not filled"
+    filled = draw(random.Random(1), there, ["disk"], list(What), [Moment.now], 0.1)
+    assert (filled.kind, filled.what) == (Kind.disk, What.fill)
     assert {blow.first for blow in drawn(1) if blow.moment is Moment.recovery} == {"engine-0"}
 
 
 def test_a_row_says_what_a_death_cost(folder: RunFolder, start: Start) -> None:
-    """A rank is killed after step 4. Step 4 is made again, with two groups; a new rank is there when step 5 begins."""
+    """A rank is killed after step 4. Step 5 is finished still; then both are made again, one with two groups, and a new
+    rank is there when step 6 begins.
+    """
     victim = start(folder.root, "trainer-0")
     step(folder, 4, **{"rollout/groups_failed": 50})
 
     def go_on() -> None:
         victim.wait()
         time.sleep(0.05)
+        step(folder, 5)
         log(folder, time.time(), "orchestrator.cluster.rebirth: both trainer ranks are started again (1 of 3)")
         step(folder, 4, **{"rollout/groups_failed": 2, "reward/failures": 1})
         start(folder.root, "trainer-0.1")
         log(folder, time.time(), "orchestrator.cluster.rebirth: trainer ranks are up again after 6 s; made again: x")
-        while not (folder.root / "done").exists():
-            step(folder, 5)
+        for number in itertools.count(5):
+            step(folder, number)
             time.sleep(0.1)
+            if (folder.root / "done").exists():
+                break
 
     with alive(folder.root):
         thread = threading.Thread(target=go_on)
@@ -158,7 +168,7 @@ def test_a_row_says_what_a_death_cost(folder: RunFolder, start: Start) -> None:
         thread.join()
     assert not victim.is_running()
     assert (event.outcome, event.met, event.step, event.pids) == ("as before", True, 4, [victim.pid])
-    assert (event.steps_again, event.groups_again, event.rewards_failed) == (1, 2, 1)
+    assert (event.steps_again, event.groups_again, event.rewards_failed) == (2, 2, 1)
     assert event.longest_s is not None and event.all_after_s is not None
     assert 0 < event.longest_s <= event.all_after_s
     (row,) = map(json.loads, folder.chaos.read_text().splitlines())
@@ -190,7 +200,16 @@ def test_what_is_stopped_goes_on_and_a_run_that_ends_is_an_outcome(folder: RunFo
         (["agent,trainer"], "has no agent on this machine; it has trainer"),
         (["trainer-7"], "has no trainer-7 on this machine"),
         (["somebody"], "VICTIM must be of engine, worker, trainer, "),
-        (["--what", "maim"], "--what must be of kill, stop, term, got 'maim'"),
+        (["--what", "maim"], "--what must be of kill, stop, term, slow, cut, fill, got 'maim'"),
+        (["trainer,disk"], "disk can be harmed only with --what fill; got --what kill"),
+        (
+            ["trainer", "--what", "fill"],
+            "trainer can be harmed only in another way; --what fill is for shm, disk, store",
+        ),
+        (["disk", "--what", "fill,slow"], "--what slow fits no VICTIM of disk; fill takes shm, disk, store"),
+        (["trainer", "--what", "kill,cut"], "uses the same network as this command, and so do others"),
+        (["store", "--what", "fill"], "no store that is a folder here (run.checkpoint_dir=None)"),
+        (["disk", "--what", "fill", "--rest-bytes", "-1"], "--rest-bytes must be >= 0, got -1"),
         (["--when", "later,now"], "--when must be of now, start, "),
         (["--every", "60"], "--every and --for go together"),
         (["--stop-s", "0"], "--stop-s must be > 0 seconds, got 0"),
@@ -248,7 +267,7 @@ def test_the_list_names_whom_there_is(folder: RunFolder, start: Start, capsys: p
         found = json.loads(capsys.readouterr().out)
         assert main(["chaos", str(folder.root), "--list"]) == 0
     assert [(one["name"], one["outlived"]) for one in found] == [
-        ("trainer-0", True), ("trainer-1", True), ("controller", False),
+        ("trainer-0", True), ("trainer-1", True), ("controller", False), ("shm", False), ("disk", False),
     ]  # fmt: skip
     assert [one["pids"] for one in found[:2]] == [[pid] for pid in ranks]
     assert "only if named" in capsys.readouterr().out
