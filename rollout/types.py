@@ -1,12 +1,15 @@
 """What goes into and comes out of a rollout worker. Plain data: importable without torch and without vLLM."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
 from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.merging.factors import OwnMergeSpec
 
 ABORTED = "abort"
 """finish_reason of a response that a pause, or the end of its version, has ended."""
@@ -81,6 +84,35 @@ class RoutingShape:
     def dtype(self) -> type[np.unsignedinteger[Any] | np.signedinteger[Any]]:
         """The narrowest that torch has for these experts."""
         return np.uint8 if self.num_experts <= 256 else np.int16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What every rollout worker of a run is built from."""
+
+    folder: Path
+    """Model folder: config.json, generation_config.json and tokenizer.json; no weights."""
+    config: RolloutConfig
+    """The engine's sizes, parallelism and sampling."""
+    weight_sync: WeightSyncConfig
+    """Link, pause mode, deadlines."""
+    dtype: DType
+    """Format of weights and activations."""
+    device: Device
+    tensors: Sequence[TensorMeta]
+    """Every checkpoint tensor of the model (ModelSpec.checkpoint_tensors())."""
+    key: bytes
+    """The run's key, shared with the publisher."""
+    adapters: AdapterSlotsSpec | None = None
+    """Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or from disk,
+    and policy versions over adapter_endpoint()."""
+    own_merge: OwnMergeSpec | None = None
+    """What the engine merges for itself, with weight_sync.remote_merge."""
+    routing: RoutingShape | None = None
+    """Shape of the model's routing, for rollouts that carry their routes."""
+    keep_special_tokens: bool = False
+    """Whether the text of responses contains special tokens."""
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

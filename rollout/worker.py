@@ -23,7 +23,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from slipstream.conf.failures import undone_by
-from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from slipstream.conf.schema import PauseMode, SamplingConfig
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.base_replica import BaseReplica
@@ -41,13 +41,11 @@ from slipstream.rollout.types import (
     Progress,
     Prompt,
     Rollout,
-    RoutingShape,
+    WorkerOptions,
 )
 from slipstream.rollout.worker_verbs import StartStatus
 from slipstream.weight_sync.errors import PlanMismatch
 from slipstream.weight_sync.gc_freeze import freeze_heap
-from slipstream.weight_sync.layout import TensorMeta
-from slipstream.weight_sync.merging.factors import OwnMergeSpec
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import EngineRank
@@ -62,20 +60,8 @@ class RolloutWorker:
     """See the module's docstring. All methods belong to one event loop.
 
     Args:
-        folder: Model folder: config.json, generation_config.json and tokenizer.json; no weights.
-        config: The engine's sizes, parallelism and sampling.
-        weight_sync: Link, pause mode, deadlines.
-        dtype: Format of weights and activations.
-        device: cpu or cuda.
         seed: Seed of this worker's sampling; another one for every worker.
-        tensors: Every checkpoint tensor of the model (ModelSpec.checkpoint_tensors()).
-        key: The run's key, shared with the publisher.
         host: Address at which trainer ranks reach this worker.
-        adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
-            from disk, and policy versions over adapter_endpoint().
-        own_merge: What the engine merges for itself, with weight_sync.remote_merge.
-        routing: Shape of the model's routing, for rollouts that carry their routes.
-        keep_special_tokens: Whether the text of responses contains special tokens.
         make_engine: Makes the engine, which is called with folder, config and the options of an engine among these.
 
     Raises:
@@ -84,44 +70,34 @@ class RolloutWorker:
 
     def __init__(
         self,
-        folder: Path,
+        options: WorkerOptions,
         *,
-        config: RolloutConfig,
-        weight_sync: WeightSyncConfig,
-        dtype: DType,
-        device: Device | str,
         seed: int,
-        tensors: Sequence[TensorMeta],
-        key: bytes,
         host: str = "127.0.0.1",
-        adapters: AdapterSlotsSpec | None = None,
-        own_merge: OwnMergeSpec | None = None,
-        routing: RoutingShape | None = None,
-        keep_special_tokens: bool = False,
-        batch_invariant: bool = False,
         make_engine: Callable[..., EngineWithSlots],
     ) -> None:
+        folder, config, dtype, device = options.folder, options.config, options.dtype, options.device
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._sampling = config.sampling
-        self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
+        self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in options.tensors]
         self._layouts = ExpectedLayouts(
-            tensors, tp_size=config.tp_size, enable_expert_parallel=config.enable_expert_parallel, dtype=dtype,
-            device=Device(device),
+            options.tensors, tp_size=config.tp_size, enable_expert_parallel=config.enable_expert_parallel, dtype=dtype,
+            device=device,
         )  # fmt: skip
         self._host = host
-        self._key = key
-        self._adapters = adapters
-        self._own_merge = own_merge
+        self._key = options.key
+        self._adapters = options.adapters
+        self._own_merge = options.own_merge
         self.adapter_replica: AdapterReplica | None = None
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
         """Our ends of the slots' sockets."""
         self.engine = make_engine(
-            folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters, routing=routing,
-            batch_invariant=batch_invariant,
+            folder, config, dtype=dtype, device=device, seed=seed, adapters=options.adapters, routing=options.routing,
+            batch_invariant=options.batch_invariant,
         )  # fmt: skip
-        self.base = BaseReplica(self.engine, weight_sync, key, host)
-        self._skip_special_tokens = not keep_special_tokens
+        self.base = BaseReplica(self.engine, options.weight_sync, options.key, host)
+        self._skip_special_tokens = not options.keep_special_tokens
         self._is_going = False
         self._told = asyncio.Event()
         self._told_by = ""

@@ -22,8 +22,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
@@ -32,22 +31,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.conf.errors import SlipstreamError
-from slipstream.conf.schema import Device
+from slipstream.conf.schema import Device, RolloutConfig
 from slipstream.rollout.crash_reports import death_in, how_it_ended, report_crashes
 from slipstream.rollout.die_with_owner import end_with
 from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
 from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.in_vllm import fork_server
 from slipstream.rollout.notice import tell_of_notice
+from slipstream.rollout.types import WorkerOptions
 from slipstream.rollout.worker_verbs import WorkerVerbs
 from slipstream.weight_sync.calls.server import CallServer
 
 if TYPE_CHECKING:
-    from slipstream.conf.schema import DType, RolloutConfig, WeightSyncConfig
-    from slipstream.rollout.types import AdapterSlotsSpec, RoutingShape
     from slipstream.rollout.worker import RolloutWorker
-    from slipstream.weight_sync.layout import TensorMeta
-    from slipstream.weight_sync.merging.factors import OwnMergeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -57,24 +53,6 @@ END_TIMEOUT_S = 1.0
 """Longest wait for the exit code of a process that has closed its end of the pipe."""
 NO_EXIT_CODE = 255
 """What multiprocessing takes for the exit code of a process whose fork server is gone, which alone would know it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOptions:
-    """What every rollout worker of a run is built from (rollout.worker.RolloutWorker has the meanings)."""
-
-    folder: Path
-    config: RolloutConfig
-    weight_sync: WeightSyncConfig
-    dtype: DType
-    device: Device
-    tensors: Sequence[TensorMeta]
-    key: bytes
-    adapters: AdapterSlotsSpec | None
-    own_merge: OwnMergeSpec | None = None
-    routing: RoutingShape | None
-    keep_special_tokens: bool
-    batch_invariant: bool
 
 
 class WorkerProcess:
@@ -218,23 +196,8 @@ def _make(options: WorkerOptions, seed: int, host: str) -> RolloutWorker:
     from slipstream.rollout.engine.vllm_engine import VllmEngine
     from slipstream.rollout.worker import RolloutWorker
 
-    return RolloutWorker(
-        options.folder,
-        config=with_its_share(options),
-        weight_sync=options.weight_sync,
-        dtype=options.dtype,
-        device=options.device,
-        seed=seed,
-        tensors=options.tensors,
-        key=options.key,
-        host=host,
-        adapters=options.adapters,
-        own_merge=options.own_merge,
-        routing=options.routing,
-        keep_special_tokens=options.keep_special_tokens,
-        batch_invariant=options.batch_invariant,
-        make_engine=VllmEngine,
-    )
+    mine = replace(options, config=with_its_share(options))
+    return RolloutWorker(mine, seed=seed, host=host, make_engine=VllmEngine)
 
 
 def with_its_share(options: WorkerOptions) -> RolloutConfig:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.rollout.adapters.slot_leases import SlotTable
+    from slipstream.rollout.types import WorkerOptions
     from slipstream.rollout.worker import RolloutWorker
 
 from bench.sync.engine_process import engine_of
@@ -221,18 +222,14 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         save_character_tokenizer(Path(folder), vocab_size=64)
-        worker = RolloutWorker(
-            Path(folder),
+        options = WorkerOptions(
+            folder=Path(folder),
             config=RolloutConfig(max_model_len=2048, sampling=SamplingConfig(max_tokens=1024, stop_at_eos=False)),
             weight_sync=WeightSyncConfig(mode=SyncMode.adapter, pause_mode=PauseMode(args.pause_mode)),
-            dtype=DType.bfloat16,
-            device=device,
-            seed=0,
-            tensors=read_config(config).checkpoint_tensors("bfloat16"),
-            key=KEY,
-            adapters=slots_of(config, args),
-            make_engine=VllmEngine,
-        )
+            dtype=DType.bfloat16, device=Device(device), tensors=read_config(config).checkpoint_tensors("bfloat16"),
+            key=KEY, adapters=slots_of(config, args),
+        )  # fmt: skip
+        worker = RolloutWorker(options, seed=0, make_engine=VllmEngine)
         if device == "cuda":
             engine_of(worker).process.arguments["compilation_config"] = {
                 "cudagraph_capture_sizes": capture_sizes(args.requests)

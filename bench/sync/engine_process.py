@@ -199,9 +199,10 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
 def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
     """The product's rollout worker, with the bench's extension in its engine."""
     from slipstream.conf.architecture.families import read_config
-    from slipstream.conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+    from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
     from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.types import WorkerOptions
     from slipstream.rollout.worker import RolloutWorker
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
@@ -210,23 +211,16 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
     memory: dict[str, Any] = {"kv_cache_bytes": spec.kv_cache_bytes} if is_gpu else {}
     if is_gpu and spec.is_colocated:
         memory = {"kv_cache_bytes": COLOCATED_KV_CACHE_BYTES, "gpu_memory_utilization": COLOCATED_MEMORY}
-    worker = RolloutWorker(
-        folder,
+    options = WorkerOptions(
+        folder=folder,
         config=RolloutConfig(
-            max_model_len=2048 if is_gpu else 256,
-            tp_size=spec.tp_size,
-            enable_expert_parallel=spec.expert_parallel,
-            **memory,
-            sampling=SamplingConfig(max_tokens=768 if is_gpu else 32, stop_at_eos=False),
+            max_model_len=2048 if is_gpu else 256, tp_size=spec.tp_size, enable_expert_parallel=spec.expert_parallel,
+            sampling=SamplingConfig(max_tokens=768 if is_gpu else 32, stop_at_eos=False), **memory,
         ),
-        weight_sync=WeightSyncConfig(delta_bytes=spec.delta_bytes),
-        dtype=DType.bfloat16,
-        device=spec.device,
-        seed=0,
-        tensors=read_config(spec.hf_config).checkpoint_tensors("bfloat16"),
-        key=KEY,
-        make_engine=VllmEngine,
-    )
+        weight_sync=WeightSyncConfig(delta_bytes=spec.delta_bytes), dtype=DType.bfloat16, device=Device(spec.device),
+        tensors=read_config(spec.hf_config).checkpoint_tensors("bfloat16"), key=KEY,
+    )  # fmt: skip
+    worker = RolloutWorker(options, seed=0, make_engine=VllmEngine)
     engine_of(worker).process.arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
     if is_gpu:
         from vllm.config.weight_transfer import WeightTransferConfig

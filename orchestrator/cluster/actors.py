@@ -29,7 +29,8 @@ from slipstream.rollout import worker_process
 from slipstream.rollout.crash_reports import report_crashes
 from slipstream.rollout.engine.engine_options import set_engine_environment
 from slipstream.rollout.in_vllm import fork_server
-from slipstream.rollout.worker_process import WorkerOptions, WorkerProcess, log_to_stderr
+from slipstream.rollout.types import WorkerOptions
+from slipstream.rollout.worker_process import WorkerProcess, log_to_stderr
 from slipstream.trainer.checkpoint.keeper import Address, Keeper, Readiness, Taking
 from slipstream.weight_sync.gc_freeze import frozen_imports
 

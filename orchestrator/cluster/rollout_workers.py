@@ -32,8 +32,7 @@ from slipstream.orchestrator.cluster.rooms import Rooms, place_of
 from slipstream.orchestrator.errors import OrchestratorError
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
 from slipstream.rollout.engine.start_phase import IMPORTING
-from slipstream.rollout.types import AdapterSlotsSpec
-from slipstream.rollout.worker_process import WorkerOptions
+from slipstream.rollout.types import AdapterSlotsSpec, WorkerOptions
 from slipstream.rollout.worker_verbs import WorkerClient
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 from slipstream.weight_sync.merging.factors import OwnMergeSpec

@@ -16,6 +16,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Device, DType, RemoteMerge, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.types import WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.adapter_io import save_merged
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
@@ -38,11 +39,12 @@ async def publish_in_a_row(
     merges = merges_of(decoder) if sync.remote_merge is RemoteMerge.host else ()
     source = TrainerWeightSource(decoder, 0, keeps_last=sync.delta_bytes > 0, merges=merges)
     base = TrainerWeightSource(decoder, 0, is_merged=False, merges=merges) if merges else None
-    worker = RolloutWorker(
-        folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=Device.cpu, seed=0,
-        tensors=decoder.spec.checkpoint_tensors("bfloat16"), key=KEY, make_engine=VllmEngine,
+    options = WorkerOptions(
+        folder=folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=Device.cpu,
+        tensors=decoder.spec.checkpoint_tensors("bfloat16"), key=KEY,
         own_merge=OwnMergeSpec(str(folder), on_device=False, merges=merges) if merges else None,
     )  # fmt: skip
+    worker = RolloutWorker(options, seed=0, make_engine=VllmEngine)
     transport = MooncakeTransport(sync.transport, device="cpu", timeout_s=sync.timeout_s)
     publisher = Publisher(
         source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device="cpu", base=base

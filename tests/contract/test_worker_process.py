@@ -62,7 +62,8 @@ from slipstream.rollout.worker_verbs import WorkerClient
 from slipstream.rollout.engine.engine_options import set_engine_environment
 from slipstream.rollout.in_vllm import fork_server
 from slipstream.rollout.types import Prompt
-from slipstream.rollout.worker_process import WorkerOptions, WorkerProcess
+from slipstream.rollout.types import WorkerOptions
+from slipstream.rollout.worker_process import WorkerProcess
 
 def tell(**facts):
     print("told:", json.dumps(facts), flush=True)
@@ -76,7 +77,6 @@ async def main(folder, address, what):
         config=RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8)),
         weight_sync=WeightSyncConfig(), dtype=DType.float32, device=Device.cpu,
         tensors=engine_checkpoint(json.loads(Path(folder, "config.json").read_text()), DType.float32), key=b"k" * 32,
-        adapters=None, routing=None, keep_special_tokens=False, batch_invariant=False,
     )
     started = await WorkerProcess.start(options, seed=3, host="127.0.0.1", name="rollout-7")
     worker = WorkerClient.at(started.address, options.key)

@@ -15,7 +15,7 @@ from fakes.flipping_transport import FlippingTransport
 from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.types import Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
@@ -110,11 +110,11 @@ async def one_worker(folder: Path, checkpoints: Checkpoints, config: RolloutConf
     save_character_tokenizer(model_folder, vocab_size=checkpoints.config.vocab_size)
     source = CheckpointSource(checkpoints.tensors(0))
     key, sync = b"k" * 32, WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
-    worker = RolloutWorker(
-        model_folder, config=config, weight_sync=sync, dtype=DType.float32, device=Device.cpu, seed=7,
+    options = WorkerOptions(
+        folder=model_folder, config=config, weight_sync=sync, dtype=DType.float32, device=Device.cpu,
         tensors=source.layout().tensors, key=key,
-        make_engine=VllmEngine,
     )  # fmt: skip
+    worker = RolloutWorker(options, seed=7, make_engine=VllmEngine)
     address = await worker.start()
     transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
     publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)

@@ -8,7 +8,7 @@ from fakes.vllm_oracle import ONLY_THE_LIKELIEST
 from slipstream.conf.schema import Device, DType, EvalSampling, EvalSamplingConfig, RolloutConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.types import Prompt
+from slipstream.rollout.types import Prompt, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.source import WeightSource
@@ -41,10 +41,11 @@ async def publish_twice(folder: Path, source: WeightSource, config: RolloutConfi
     """
     save_character_tokenizer(folder, vocab_size=64)
     sync = WeightSyncConfig(watermark_bytes=64 << 20, timeout_s=60.0)
-    worker = RolloutWorker(
-        folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=device, seed=0,
-        tensors=source.layout().tensors, key=KEY, make_engine=VllmEngine,
+    options = WorkerOptions(
+        folder=folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=device,
+        tensors=source.layout().tensors, key=KEY,
     )  # fmt: skip
+    worker = RolloutWorker(options, seed=0, make_engine=VllmEngine)
     transport = MooncakeTransport(sync.transport, device=device.value, timeout_s=sync.timeout_s)
     publisher = Publisher(
         source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device=device.value

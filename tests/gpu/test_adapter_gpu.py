@@ -20,7 +20,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.types import AdapterSlotsSpec, Prompt
+from slipstream.rollout.types import AdapterSlotsSpec, Prompt, WorkerOptions
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
@@ -113,12 +113,12 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     save_character_tokenizer(model, vocab_size=64)
     slots = slots_of(config)
     assert "experts" in slots.target_modules
-    worker = RolloutWorker(
-        model, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cuda,
-        seed=1, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
+    options = WorkerOptions(
+        folder=model, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
+        device=Device.cuda, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
         key=KEY, adapters=slots,
-        make_engine=VllmEngine,
     )  # fmt: skip
+    worker = RolloutWorker(options, seed=1, make_engine=VllmEngine)
     address = await worker.start()
     trainer = rank_of(config, KEY, device="cuda")
     try:

@@ -106,26 +106,18 @@ def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
 async def serve(utilization: float, folder: str, pipe: Connection) -> None:
     from slipstream.conf.architecture.families import read_config
     from slipstream.rollout.engine.vllm_engine import VllmEngine
-    from slipstream.rollout.types import Prompt
+    from slipstream.rollout.types import Prompt, WorkerOptions
     from slipstream.rollout.worker import RolloutWorker
 
-    worker = RolloutWorker(
-        Path(folder),
+    options = WorkerOptions(
+        folder=Path(folder), weight_sync=SYNC, dtype=DTYPE, device=DEVICE, key=KEY,
+        tensors=read_config(CONFIG).checkpoint_tensors(str(DTYPE)),
         config=RolloutConfig(
-            max_model_len=512,
-            max_num_seqs=32,
-            gpu_memory_utilization=utilization,
-            enforce_eager=True,
+            max_model_len=512, max_num_seqs=32, gpu_memory_utilization=utilization, enforce_eager=True,
             sampling=SamplingConfig(max_tokens=16, stop_at_eos=False),
         ),
-        weight_sync=SYNC,
-        dtype=DTYPE,
-        device=DEVICE,
-        seed=0,
-        tensors=read_config(CONFIG).checkpoint_tensors(str(DTYPE)),
-        key=KEY,
-        make_engine=VllmEngine,
-    )
+    )  # fmt: skip
+    worker = RolloutWorker(options, seed=0, make_engine=VllmEngine)
     pipe.send(await worker.start())
     while True:
         method, *args = await asyncio.to_thread(pipe.recv)

@@ -22,7 +22,7 @@ from slipstream.conf.schema import Device, RunConfig
 from slipstream.orchestrator.cluster.rollout_workers import adapter_slots
 from slipstream.orchestrator.inputs.model_folder import prepare_model
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.types import Rollout
+from slipstream.rollout.types import Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.rank import TrainerRank
@@ -70,11 +70,11 @@ async def compare(tmp_path: Path, model: str) -> None:
     slots = adapter_slots(config, prepared.hf_config)
     assert slots is not None
     assert slots.base == base
-    worker = RolloutWorker(
-        prepared.folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
-        device=Device.cuda, seed=1, tensors=(), key=KEY, adapters=slots,
-        make_engine=VllmEngine,
+    options = WorkerOptions(
+        folder=prepared.folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
+        device=Device.cuda, tensors=(), key=KEY, adapters=slots,
     )  # fmt: skip
+    worker = RolloutWorker(options, seed=1, make_engine=VllmEngine)
     address = await worker.start()
     trainer = rank_of(config, KEY, hf_config=prepared.hf_config, device="cuda")
     try:

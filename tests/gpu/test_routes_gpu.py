@@ -26,7 +26,7 @@ from slipstream.orchestrator.cluster.rollout_workers import adapter_slots, routi
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.types import Group, Prompt, Rollout
+from slipstream.rollout.types import Group, Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.rank import TrainerRank
 
@@ -95,12 +95,13 @@ async def started(folder: Path, mode: SyncMode, tp_size: int = 1) -> AsyncIterat
     config = config_of(mode, tp_size)
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
-    worker = RolloutWorker(
-        folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cuda,
-        seed=1, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")), key=KEY,
-        adapters=adapter_slots(config, config.model.hf_config), routing=routing_shape(config, config.model.hf_config),
-        make_engine=VllmEngine,
+    options = WorkerOptions(
+        folder=folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
+        device=Device.cuda, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
+        key=KEY, adapters=adapter_slots(config, config.model.hf_config),
+        routing=routing_shape(config, config.model.hf_config),
     )  # fmt: skip
+    worker = RolloutWorker(options, seed=1, make_engine=VllmEngine)
     address = await worker.start()
     trainer = rank_of(config, KEY, device="cuda")
     try:

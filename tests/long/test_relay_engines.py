@@ -27,7 +27,7 @@ from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
-from slipstream.rollout.types import Progress, Prompt, Rollout
+from slipstream.rollout.types import Progress, Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.rank import TrainerRank
 from slipstream.weight_sync.errors import IntegrityError
@@ -145,11 +145,11 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     try:
         for index in range(NUM_WORKERS):
             before = engines()
-            worker = RolloutWorker(
-                folder, config=config.rollout, weight_sync=sync, dtype=config.model.dtype, device=Device.cpu,
-                seed=100 + index, tensors=tensors, key=KEY,
-                make_engine=VllmEngine,
+            options = WorkerOptions(
+                folder=folder, config=config.rollout, weight_sync=sync, dtype=config.model.dtype, device=Device.cpu,
+                tensors=tensors, key=KEY,
             )  # fmt: skip
+            worker = RolloutWorker(options, seed=100 + index, make_engine=VllmEngine)
             await worker.start()
             processes += engines() - before
             handles.append(Handle(worker, f"rollout-{index}"))

@@ -25,7 +25,7 @@ from slipstream.orchestrator.inputs.character_tokenizer import save_character_to
 from slipstream.rollout.engine.engine_options import engine_arguments
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
-from slipstream.rollout.types import AdapterSlotsSpec, Prompt, Rollout
+from slipstream.rollout.types import AdapterSlotsSpec, Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
@@ -143,10 +143,11 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     (model_folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(model_folder, vocab_size=64)
     tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
-    worker = RolloutWorker(
-        model_folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
-        device=Device.cpu, seed=1, tensors=tensors, key=KEY, adapters=slots_of(config), make_engine=WatchedEngine,
+    options = WorkerOptions(
+        folder=model_folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
+        device=Device.cpu, tensors=tensors, key=KEY, adapters=slots_of(config),
     )  # fmt: skip
+    worker = RolloutWorker(options, seed=1, make_engine=WatchedEngine)
     trainer = rank_of(config, KEY)
     trainer.load()
     transport = FlippingTransport(timeout_s=20)

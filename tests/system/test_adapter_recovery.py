@@ -24,7 +24,7 @@ from slipstream.conf.schema import Device
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
-from slipstream.rollout.types import Rollout
+from slipstream.rollout.types import Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.rank import TrainerRank
 from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, TransportError
@@ -54,12 +54,12 @@ class Setup:
         """With dummy weights of its own: seeds differ, so nothing is equal by chance. Or with those of `base`."""
         config, before = config_of(), engines()
         tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
-        worker = RolloutWorker(
-            self.folder, config=config.rollout, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S),
-            dtype=config.model.dtype, device=Device.cpu, seed=100 + len(self.processes), tensors=tensors, key=KEY,
+        options = WorkerOptions(
+            folder=self.folder, config=config.rollout, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S),
+            dtype=config.model.dtype, device=Device.cpu, tensors=tensors, key=KEY,
             adapters=replace(slots_of(config), base=base),
-            make_engine=VllmEngine,
         )  # fmt: skip
+        worker = RolloutWorker(options, seed=100 + len(self.processes), make_engine=VllmEngine)
         await worker.start()
         (process,) = engines() - before
         self.workers[index : index + 1], self.processes[index : index + 1] = [worker], [process]

@@ -21,9 +21,9 @@ from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, Samp
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
-from slipstream.rollout.types import ABORTED, NOTHING_YET, AdapterSlotsSpec, Prompt, Rollout
+from slipstream.rollout.types import ABORTED, NOTHING_YET, AdapterSlotsSpec, Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
-from slipstream.rollout.worker_process import WorkerOptions, with_its_share
+from slipstream.rollout.worker_process import with_its_share
 from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_digest
@@ -56,19 +56,13 @@ def worker_of(
     make_engine: Callable[..., Any] = VllmEngine,
     **sync: Any,
 ) -> RolloutWorker:
-    return RolloutWorker(
-        folder,
-        config=RolloutConfig(sampling=SamplingConfig(max_tokens=8)),
-        weight_sync=WeightSyncConfig(**sync),
-        dtype=DType.float32,
-        device=Device.cpu,
-        seed=0,
-        tensors=[TensorMeta("w", (2,), "float32")],
-        key=b"k" * 16,
-        adapters=adapters,
+    options = WorkerOptions(
+        folder=folder, config=RolloutConfig(sampling=SamplingConfig(max_tokens=8)),
+        weight_sync=WeightSyncConfig(**sync), dtype=DType.float32, device=Device.cpu,
+        tensors=[TensorMeta("w", (2,), "float32")], key=b"k" * 16, adapters=adapters,
         keep_special_tokens=keep_special_tokens,
-        make_engine=make_engine,
-    )
+    )  # fmt: skip
+    return RolloutWorker(options, seed=0, make_engine=make_engine)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +81,7 @@ def test_an_engine_that_shares_its_gpu_is_told_how_large_its_cache_is(
     monkeypatch.setattr(slipstream.rollout.engine.vllm_process, "gpu_bytes", lambda: 80 << 30)
     options_of_all = WorkerOptions(
         folder=tmp_path, config=RolloutConfig(**options), weight_sync=WeightSyncConfig(), dtype=DType.float32,
-        device=device, tensors=[TensorMeta("w", (2,), "float32")], key=b"k" * 16, adapters=None, routing=None,
-        keep_special_tokens=False, batch_invariant=False,
+        device=device, tensors=[TensorMeta("w", (2,), "float32")], key=b"k" * 16,
     )  # fmt: skip
     assert with_its_share(options_of_all).kv_cache_bytes == expected
 
