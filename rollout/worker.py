@@ -107,23 +107,12 @@ class RolloutWorker:
     # -- for the controller ------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Do what needs no device. A worker that takes the place of a dead one does it while that one is cleared away.
-        Without it, start() does it.
-        """
+        """WorkerVerbs.prepare."""
         await self.engine.prepare()
         self._reached("imported")
 
     async def start(self) -> str:
-        """Start the engine, record its layout, open the control endpoint.
-
-        Returns:
-            The endpoint's address, for Publisher.connect().
-
-        Raises:
-            EngineError: The engine did not come up, lacks the base that it must load, or stores a parameter in a form
-                that cannot be published.
-            WeightSyncError: The layout cannot be recorded, or the link cannot be opened.
-        """
+        """WorkerVerbs.start."""
         base = None if self._adapters is None else self._adapters.base
         if base is not None and not base.is_dir():
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
@@ -211,21 +200,7 @@ class RolloutWorker:
         *,
         seed: int | None = None,
     ) -> list[Rollout]:
-        """Sample `n` responses to one prompt. A publish meanwhile freezes and resumes them or, depending on the pause
-        mode, starts them anew. hand_over(), or the end of the engine's process, ends them as they stand, ABORTED.
-
-        Args:
-            n: Number of responses.
-            sampling: Used instead of rollout.sampling, for evaluation.
-            version: With adapter slots, the version to sample from, if keep_version() keeps it. Otherwise, and without
-                slots, the newest one samples.
-            so_far: What another worker has sampled of them; each goes on from there.
-            seed: Makes the responses repeatable. None: sampling.seed, or else the engine's own random numbers.
-
-        Raises:
-            ReplicaNotServing: The weights are not of one committed version right now. Nothing was sampled.
-            EngineError: The engine refused or failed the request.
-        """
+        """RolloutVerbs.generate_group. `seed` makes it repeatable; None: sampling.seed, or the engine's own numbers."""
         if not self.state.is_serving:
             raise ReplicaNotServing(
                 f"this rollout worker is {self.state.phase} (version {self.state.version}, epoch {self.state.epoch})"
@@ -274,11 +249,7 @@ class RolloutWorker:
         await self.engine.abort_all()
 
     async def keep_version(self, version: int | None) -> bool:
-        """Keep the newest version in its adapter slot while others are published; None: no longer.
-
-        Returns:
-            Whether it is kept: false without slots, whose weights a publish overwrites, and if another one is newer.
-        """
+        """RolloutVerbs.keep_version."""
         return self.adapter_replica is not None and self.adapter_replica.keep(version)
 
     async def progress(self) -> Progress:
@@ -287,11 +258,7 @@ class RolloutWorker:
         return Progress(time.time(), engine.num_generated_tokens, engine.num_finished_responses, engine.first_token_at)
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
-        """Log-probabilities of all tokens but the first from one prefill, at temperature 1, under policy `version`.
-
-        Returns:
-            None when the engine holds another version, or took one meanwhile.
-        """
+        """RolloutVerbs.score."""
         if self.adapter_replica is not None:
             return await self.adapter_replica.score(token_ids, version)
         if not self.state.is_serving or self.engine.version != version:
@@ -300,27 +267,14 @@ class RolloutWorker:
         return logprobs if self.engine.version == version else None
 
     async def offer(self) -> list[Offer]:
-        """What every rank lets the same rank of a restarted worker read: first all ranks' weights, then, with adapter
-        slots, all ranks' slots of the newest version.
-
-        Raises:
-            ReplicaNotServing: There is no committed version here right now.
-        """
+        """RolloutVerbs.offer."""
         if not self.state.is_serving:
             raise ReplicaNotServing(f"this rollout worker is {self.state.phase}: it has no committed version to give")
         offers = await self.base.offer()
         return offers if self.adapter_replica is None else [*offers, *await self.adapter_replica.offer()]
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        """Fill this worker from a peer's ranks. It does not serve before adopt().
-
-        Returns:
-            Bytes of all ranks, seconds of the slowest.
-
-        Raises:
-            WeightSyncError: Layouts differ, or bytes did not arrive or are not the peer's. This worker is DIRTY then,
-                and needs a publish.
-        """
+        """RolloutVerbs.pull."""
         weights, slots = offers[: len(self.base.ranks)], offers[len(self.base.ranks) :]
         num_slots = 0 if self.adapter_replica is None else self.adapter_replica.num_ranks
         if (len(weights), len(slots)) != (len(self.base.ranks), num_slots):
@@ -337,11 +291,7 @@ class RolloutWorker:
         return pulled.then(await self.adapter_replica.pull(slots))
 
     async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled. The caller has checked that the peer's version did not change meanwhile.
-
-        Args:
-            version, epoch: Those of the last offer.
-        """
+        """RolloutVerbs.adopt."""
         await (self.adapter_replica or self.base).adopt(version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:

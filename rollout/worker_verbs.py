@@ -76,9 +76,18 @@ class RolloutVerbs(Protocol):
         version: int | None = None,
         so_far: Sequence[Rollout] = (),
     ) -> list[Rollout]:
-        """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise, from `version` where it is
-        kept. `so_far` is what another worker has sampled of them: the ABORTED ones go on. After hand_over(), and
-        when the engine's process has ended meanwhile, responses come back as they stand, ABORTED.
+        """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise. A publish meanwhile freezes
+        and resumes them or, depending on the pause mode, starts them anew. After hand_over(), and when the engine's
+        process has ended meanwhile, they come back as they stand, ABORTED.
+
+        Args:
+            version: With adapter slots, the version to sample from, if keep_version() keeps it. Otherwise, and without
+                slots, the newest one samples.
+            so_far: What another worker has sampled of them: the ABORTED ones go on.
+
+        Raises:
+            ReplicaNotServing: The weights are not of one committed version right now. Nothing was sampled.
+            EngineError: The engine refused or failed the request.
         """
         ...
 
@@ -91,12 +100,14 @@ class RolloutVerbs(Protocol):
         ...
 
     async def keep_version(self, version: int | None) -> bool:
-        """Keep the newest version in its adapter slot; None: no longer. Returns whether it is kept."""
+        """Keep the newest version in its adapter slot while others are published; None: no longer. Returns whether it
+        is kept: false without slots, whose weights a publish overwrites, and if another one is newer.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
-        """Log-probabilities of all tokens but the first, from one prefill at temperature 1; None under another
-        version.
+        """Log-probabilities of all tokens but the first, from one prefill at temperature 1; None if the engine holds
+        another version, or took one meanwhile.
         """
         ...
 
@@ -109,15 +120,25 @@ class RolloutVerbs(Protocol):
         ...
 
     async def offer(self) -> list[Offer]:
-        """What a restarted worker may read here. The last one names the version that is served."""
+        """What every rank lets the same rank of a restarted worker read: first all ranks' weights, then, with adapter
+        slots, all ranks' slots of the newest version. The last one names the version that is served.
+
+        Raises:
+            ReplicaNotServing: There is no committed version here right now.
+        """
         ...
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        """Read a peer's weights; serve nothing yet."""
+        """Read a peer's weights; serve nothing before adopt(). Returns bytes of all ranks, seconds of the slowest.
+
+        Raises:
+            WeightSyncError: Layouts differ, or bytes did not arrive or are not the peer's. This worker is DIRTY then,
+                and needs a publish.
+        """
         ...
 
     async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled."""
+        """Serve what was pulled, by the last offer. The caller has checked that the peer has not moved on meanwhile."""
         ...
 
     async def release(self, offers: Sequence[Offer]) -> None:
@@ -133,11 +154,19 @@ class WorkerVerbs(RolloutVerbs, Protocol):
     """The same, and what whoever starts and ends a worker asks."""
 
     async def prepare(self) -> None:
-        """Do what needs no device, such as imports."""
+        """Do what needs no device, such as imports. A worker that takes the place of a dead one does it while that one
+        is cleared away. Without it, start() does it.
+        """
         ...
 
     async def start(self) -> str:
-        """Start the engine. Returns where its weights are published."""
+        """Start the engine, record its layout, open the control endpoint. Returns its address, for Publisher.connect().
+
+        Raises:
+            EngineError: The engine did not come up, lacks the base that it must load, or stores a parameter in a form
+                that cannot be published.
+            WeightSyncError: The layout cannot be recorded, or the link cannot be opened.
+        """
         ...
 
     async def start_status(self) -> StartStatus:

@@ -76,16 +76,22 @@ class Engine(Protocol):
         adapter: Adapter | None = None,
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt, with the log-probability and the version of each token. Their `text` is
-        empty.
+        empty. One that a pause, abort_version() or the end of the engine's process ended is ABORTED.
+
+        Args:
+            seed: The first response's; the others' follow it. None: the engine's own stream (much faster on GPUs).
+            adapter: Applied to all of them, from first token to last. The caller holds a lease on its slot.
 
         Raises:
-            EngineDied: The process is gone.
+            EngineDied: The process was gone before.
             EngineError: It refused the request or answered inconsistently.
         """
         ...
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
-        """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence."""
+        """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence: at
+        least two tokens, and fewer than rollout.max_model_len. Raises: as generate_group().
+        """
         ...
 
     async def abort_all(self) -> None:
@@ -93,7 +99,13 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Stop stepping. When this returns the device is idle and new requests queue up until resume()."""
+        """Stop stepping. When this returns the device is idle and new requests queue up until resume(). Those in flight
+        are frozen (keep, keep_kv), have ended by themselves (wait), or are ended (abort).
+
+        Raises:
+            EngineDied: The step took longer.
+            EngineError: With `wait`, requests took longer. They go on, and a later pause() waits for the rest of them.
+        """
         ...
 
     async def clear_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:

@@ -176,22 +176,7 @@ class VllmEngine:
         seed: int | None = None,
         adapter: Adapter | None = None,
     ) -> list[Rollout]:
-        """Sample `n` responses to one prompt. Their `text` is empty: the engine has no tokenizer.
-
-        Args:
-            n: Number of responses; each is a request of its own, and they share the prompt's KV blocks.
-            sampling: Temperature, bounds and end of a response.
-            seed: The first response's seed; the others' follow it. None: the engine's own stream (much faster on GPUs).
-            adapter: Applied to all of them, from first token to last. The caller holds a lease on its slot.
-
-        Returns:
-            Rollouts in order; finish_reason is "stop", "length", or ABORTED if a pause, abort_version() or the end of
-            the engine's process ended the request.
-
-        Raises:
-            EngineDied: The process was gone before.
-            EngineError: vLLM refused the request or answered inconsistently.
-        """
+        """Engine.generate_group. Each response is a request of its own, and they share the prompt's KV blocks."""
         seeds = [None if seed is None else seed + index for index in range(n)]
         tasks = [asyncio.create_task(self._generate(prompt_token_ids, sampling, own, adapter)) for own in seeds]
         try:
@@ -244,27 +229,18 @@ class VllmEngine:
                 self._adapters.pop(request_id, None)
 
     async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
-        """Log-probabilities of the likeliest next tokens, and of the one that was sampled."""
+        """EngineWithSlots.next_logprobs."""
         name = f"probe-{next(self._request_numbers)}"
         return next_logprobs_of(await self.process.or_death(self._run(prompt_token_ids, probe_params(), name, adapter)))
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
-        """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence.
-
-        Args:
-            token_ids: At least two, and fewer than rollout.max_model_len.
-            adapter: Applied to all of them. The caller holds a lease on its slot.
-
-        Raises:
-            EngineDied: The process is gone.
-            EngineError: vLLM refused the request, or it was ended before its prefill was complete.
-        """
+        """Engine.score."""
         name = f"score-{next(self._request_numbers)}"
         scored = await self.process.or_death(self._run(token_ids, prefill_params(), name, adapter))
         return prompt_logprobs_of(scored, token_ids)
 
     async def abort_version(self, version: int) -> None:
-        """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""
+        """EngineWithSlots.abort_version."""
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
         await self.process.running().abort(requests)
 
@@ -275,16 +251,7 @@ class VllmEngine:
             await asyncio.sleep(ABORT_RETRY_S)
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Stop stepping. When this returns the device is idle and new requests queue up until resume().
-
-        Args:
-            mode: keep and keep_kv freeze requests in flight; wait lets them finish; abort ends them.
-            timeout_s: Longest wait for the step in flight; with `wait`, for the requests.
-
-        Raises:
-            EngineDied: The step took longer.
-            EngineError: Requests took longer. They go on, and a later pause() waits for the rest of them.
-        """
+        """Engine.pause."""
         # AsyncLLM.pause_generation() makes this call and then sleeps for 20 ms, in the hope that outputs are handled
         # meanwhile. Here set_version() waits until they are.
         core: Any = self.process.running().engine_core
@@ -302,21 +269,17 @@ class VllmEngine:
             ) from e
 
     async def clear_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Drop all KV blocks. Requests that pause() froze are prefilled again, with the weights that resume() finds."""
+        """Engine.clear_cache."""
         call = self.process.running().reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if not await self.process.in_time(call, "clear_cache", timeout_s):
             raise EngineError("the engine did not drop its KV blocks: they are of weights that are gone")
 
     async def resume(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Go on with requests in flight and queued ones."""
+        """Engine.resume."""
         await self.process.in_time(self.process.running().resume_generation(), "resume", timeout_s)
 
     async def set_version(self, version: int) -> None:
-        """Stamp tokens with `version` from now on. Only between pause() and resume().
-
-        Raises:
-            EngineError: Outputs from before the pause are still unhandled after DRAIN_TIMEOUT_S.
-        """
+        """Engine.set_version. EngineError: outputs from before the pause are still unhandled after DRAIN_TIMEOUT_S."""
         core: Any = self.process.running().engine_core
         outputs = core.outputs_queue
         try:
@@ -330,21 +293,7 @@ class VllmEngine:
         self.version = version
 
     async def call_ranks(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """Call a method of the worker extension on every rank of the engine.
-
-        Args:
-            method: A method of WeightReceiver.
-            args: Plain values and bytes.
-            timeout_s: Longest that all ranks together may take.
-
-        Returns:
-            Results by rank.
-
-        Raises:
-            SlipstreamError: The first rank's error, as its own class.
-            EngineDied: A rank did not answer in time; the engine takes no further calls.
-            EngineError: The call itself failed.
-        """
+        """Engine.call_ranks. EngineError: the call itself failed."""
         with raised_as(EngineError, f"{method} failed inside the engine: "):
             # vLLM's own timeout is not used: the next call would take a late answer for its own.
             replies = await self.process.in_time(
