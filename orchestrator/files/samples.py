@@ -125,16 +125,8 @@ def sample_row(
         advantages = [_rounded(value) for value in trained.advantages]
         row["advantages"] = advantages[:1] if len(set(advantages)) == 1 else advantages
     if rollout.turns:
-        row["turns"] = [
-            {
-                "parent": turn.parent,
-                "reason": turn.reason,
-                "num_tokens": turn.num_tokens,
-                "given": turn.given,
-                "said": turn.said,
-            }
-            for turn in rollout.turns
-        ]
+        shown = ("parent", "reason", "num_tokens", "given", "said")
+        row["turns"] = [{name: getattr(turn, name) for name in shown} for turn in rollout.turns]
         row["failure"] = rollout.failure
     return row
 

@@ -166,20 +166,14 @@ def _route_metrics(rollouts: Sequence[Rollout], num_tokens: int) -> dict[str, Va
 
 
 def _sync_metrics(report: PublishReport) -> dict[str, Value]:
-    parts = ("pause_s", "begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
-    seconds: dict[str, Value] = {f"sync/{name}": getattr(report, name) for name in parts}
-    return {
-        **seconds,
+    seconds = ("pause_s", "begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
+    others = ("peak_bytes", "watermark_bytes", "changed_fraction", "update_error", "relay_s", "relay_bytes")
+    figures: dict[str, Value] = {f"sync/{name}": getattr(report, name) for name in (*seconds, *others)}
+    return figures | {
         "sync/bytes": report.num_bytes,
-        "sync/peak_bytes": report.peak_bytes,
-        "sync/watermark_bytes": report.watermark_bytes,
         "sync/changed_params": report.num_changed_params,
-        "sync/changed_fraction": report.changed_fraction,
-        "sync/update_error": report.update_error,
         "sync/replicas_committed": report.num_committed,
         "sync/replicas_relayed": report.num_relayed,
-        "sync/relay_s": report.relay_s,
-        "sync/relay_bytes": report.relay_bytes,
     }
 
 
