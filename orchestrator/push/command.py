@@ -143,19 +143,13 @@ class Push:
             time.sleep(1.0)
 
     def _start_ranks(self, num_ranks: int, host: str) -> None:
-        options = self._options
         folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-push-"))
         common = RankOptions(
-            checkpoint=options.checkpoint,
-            base=options.base,
+            self._options,
             world_size=num_ranks,
-            num_threads=options.num_threads,
             device=self._device.value,
             host=host,
-            transport=options.transport,
-            watermark_bytes=options.watermark_mib << 20,
             delta_bytes=self._landing_bytes,
-            timeout_s=options.timeout_s,
             key=self._key,
             rendezvous=f"file://{folder}/rendezvous",
         )

@@ -29,12 +29,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.schema import TransportKind
 from slipstream.orchestrator.errors import PushError
+from slipstream.orchestrator.push.push_options import PushOptions
 from slipstream.rollout.crash_reports import how_it_ended
 from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.gc_freeze import freeze_heap
@@ -52,20 +52,15 @@ JOIN_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """Options that all ranks share."""
+    """What all ranks share."""
 
-    checkpoint: Path
-    base: Path | None
-    """Read first; what engines may hold."""
+    push: PushOptions
     world_size: int
-    num_threads: int
     device: str
     host: str
-    transport: str
-    watermark_bytes: int
+    """Where engines reach this machine."""
     delta_bytes: int
     """Size of an engine's landing zone; 0 without a base."""
-    timeout_s: float
     key: bytes
     rendezvous: str
     """file:// address of the ranks' process group."""
@@ -153,8 +148,9 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
     from slipstream.weight_sync.api import Sender
     from slipstream.weight_sync.disk.safetensors_source import Checkpoint
 
-    first = options.checkpoint if options.base is None else options.base
-    checkpoint = Checkpoint(first, rank=rank, world_size=options.world_size, num_threads=options.num_threads)
+    push = options.push
+    first = push.base or push.checkpoint  # what engines may hold is read first
+    checkpoint = Checkpoint(first, rank=rank, world_size=options.world_size, num_threads=push.num_threads)
     source = checkpoint.source
     reader = ThreadPoolExecutor(1, "push-read")
     reading = reader.submit(checkpoint.read)
@@ -163,10 +159,10 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
         dist.init_process_group("gloo", init_method=options.rendezvous, rank=rank, world_size=options.world_size)
         group = dist.group.WORLD
     config = WeightSyncConfig(
-        transport=TransportKind(options.transport),
-        watermark_bytes=options.watermark_bytes,
+        transport=TransportKind(push.transport),
+        watermark_bytes=push.watermark_mib << 20,
         delta_bytes=options.delta_bytes,
-        timeout_s=options.timeout_s,
+        timeout_s=push.timeout_s,
     )
     sender = Sender(
         source, None, key=options.key, rank=rank, world_size=options.world_size, group=group,
@@ -177,7 +173,7 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
     try:
         while True:
             num_read.value = checkpoint.num_bytes_read
-            if not told and (options.base is None or "base" in seconds) and reading.done():
+            if not told and (push.base is None or "base" in seconds) and reading.done():
                 report, told = reading.result(), True
                 pipe.send(("read", report.num_bytes, report.seconds, report.pinned_bytes))
             if not pipe.poll(POLL_S):
@@ -191,11 +187,11 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
                     sender.connect(value)
                     if not is_planned:
                         freeze_heap()
-                if options.base is not None:
+                if push.base is not None:
                     with _timed(seconds, "base"):
                         _wait_for(reading, checkpoint, num_read)
                         sender.note_base()
-                    reading = reader.submit(checkpoint.refresh, options.checkpoint)
+                    reading = reader.submit(checkpoint.refresh, push.checkpoint)
                 pipe.send(("connected", seconds))
             else:
                 pipe.send(("done", sender.update(0), sender.link))

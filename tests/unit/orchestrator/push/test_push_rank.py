@@ -10,22 +10,18 @@ import pytest
 
 from slipstream.conf.schema import Device
 from slipstream.orchestrator.push import sender_process as push_rank
+from slipstream.orchestrator.push.push_options import PushOptions
 from slipstream.orchestrator.push.sender_process import RankOptions
 from slipstream.weight_sync import api
 from slipstream.weight_sync.disk import safetensors_source as checkpoint
 from slipstream.weight_sync.errors import PlanError
 
 OPTIONS = RankOptions(
-    checkpoint=Path(),
-    base=None,
+    PushOptions(checkpoint=Path(), start=1, num_threads=1, transport="tcp", watermark_mib=1, timeout_s=5.0),
     world_size=1,
-    num_threads=1,
     device=Device.cpu.value,
     host="127.0.0.1",
-    transport="tcp",
-    watermark_bytes=1 << 20,
     delta_bytes=0,
-    timeout_s=5.0,
     key=bytes(32),
     rendezvous="",
 )
@@ -94,7 +90,8 @@ def test_a_base_is_noted_once_engines_are_met_before_the_checkpoint_is_read(monk
     monkeypatch.setattr(api, "Sender", lambda *_, **__: FakeSender(found, True))
     monkeypatch.setattr(checkpoint, "Checkpoint", lambda folder, **_: found.append(str(folder)) or share)
     monkeypatch.setattr(push_rank, "freeze_heap", lambda: None)
-    options = dataclasses.replace(OPTIONS, base=Path("old"), checkpoint=Path("new"))
+    push = dataclasses.replace(OPTIONS.push, base=Path("old"), checkpoint=Path("new"), start=0, to=("a",))
+    options = dataclasses.replace(OPTIONS, push=push)
     command, rank = Pipe()
     command.send(("connect", []))
     rank_thread = threading.Thread(
