@@ -240,8 +240,8 @@ class _Publish:
     plan: TransferPlan
     placement: Placement
 
-    def predicted(self, rates: LinkRates | None = None) -> Prediction:
-        """At the given rates, or those of the hardware."""
+    def predicted(self, rates: LinkRates | None = None, **changes: float) -> Prediction:
+        """At the given rates, or those of the hardware. `changes`: what predict() takes of a publish of less."""
         return predict(
             self.plan,
             self.placement,
@@ -249,6 +249,7 @@ class _Publish:
             self.staging,
             slow_ranks=self.hardware.slow_ranks,
             verify_hashes=self.config.weight_sync.verify_hashes,
+            **changes,
         )
 
     def total_s_by_nic(self, found: Prediction) -> dict[float, float]:
@@ -279,12 +280,7 @@ class _Publish:
         fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
         share = fits * stream + 1 - fits
         is_full = self.config.trainer.mode is TrainMode.full
-        found = predict(
-            self.plan,
-            self.placement,
-            hardware.rates,
-            self.staging,
-            slow_ranks=hardware.slow_ranks,
+        found = self.predicted(
             sent_share=share,
             mark_passes=2 * hardware.rates.hbm_bytes_s / BUS_BYTES_S if is_full else MARK_PASSES,
             apply_passes=apply_passes(hardware.changed),
@@ -309,15 +305,8 @@ class _Publish:
         num_bytes, received = factors * self.config.rollout.most_workers, max(summary.received_bytes.values())
         is_on_host, rates = self.config.weight_sync.remote_merge is RemoteMerge.host, self.hardware.rates
         copies = rates.hbm_bytes_s / BUS_BYTES_S if is_on_host else 2.0
-        found = predict(
-            self.plan,
-            self.placement,
-            rates,
-            self.staging,
-            slow_ranks=self.hardware.slow_ranks,
-            sent_share=num_bytes / summary.num_bytes,
-            apply_passes=(copies + PACK_PASSES) * max(bases) / received,
-        )
+        passes = (copies + PACK_PASSES) * max(bases) / received
+        found = self.predicted(sent_share=num_bytes / summary.num_bytes, apply_passes=passes)
         return RemoteMergeChoice(num_bytes, found.total_s, max(bases), is_on_host)
 
 
