@@ -230,7 +230,8 @@ def test_the_table_of_rotations_is_rounded_where_vllms_is(
 ) -> None:
     """vLLM's gpt-oss has it in float32 and casts it in the graph, where torch.compile fuses the cast away."""
     decoder = make_decoder(config, trainer_config(numerics=by_place(rotation=rotation)), dtype=torch.bfloat16)
-    assert {x.dtype for x in decoder.rotary(torch.arange(4), torch.bfloat16)} == {table}
+    (rope,) = decoder.ropes(torch.arange(4))
+    assert {x.dtype for x in rope} == {table}
 
 
 def test_items_are_equal_in_float32() -> None:
