@@ -75,17 +75,11 @@ def _cudnn_takes(
     if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
     shapes = ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, 2 * value_dim))
-    q, k, kv = (torch.zeros(LONG, *shape, dtype=dtype, device=device) for shape in shapes)
-    inputs = [x.requires_grad_() for x in (q, k, kv[..., value_dim:])]  # a latent's values lie beside its keys
-
-    sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, LONG]), LONG, device)
-
-    def attempt() -> None:
-        q, k, v = inputs
-        with torch.enable_grad():
-            cudnn_attention(q, k, v, AttentionCall(sequences, 1.0)).sum().backward()
-
-    refusal = refusal_of(attempt)
+    with torch.device(device), torch.enable_grad():  # whoever builds a decoder does it on meta
+        q, k, kv = (torch.zeros(LONG, *shape, dtype=dtype) for shape in shapes)
+        q, k, v = (x.requires_grad_() for x in (q, k, kv[..., value_dim:]))  # a latent's values lie beside its keys
+        call = AttentionCall(PackedSequences.from_cu_seqlens(torch.tensor([0, LONG]), LONG, device), 1.0)
+        refusal = refusal_of(lambda: cudnn_attention(q, k, v, call).sum().backward())
     if refusal is not None:
         logger.warning("attention: cuDNN refuses heads of %d and %d, so varlen: %s", key_dim, value_dim, refusal)
     return refusal is None

@@ -10,7 +10,8 @@ import pytest
 import torch
 from cases.tiny_models import LENGTHS, packed, relative_error
 
-from slipstream.trainer.model.attention.attend import AttentionBackend, attend, refusal_of
+from slipstream.trainer.model.attention import attend as attend_module
+from slipstream.trainer.model.attention.attend import AttentionBackend, attend, padded_attention, refusal_of
 from slipstream.trainer.model.attention.flash_attention import (
     AttentionCall,
     KeptAttention,
@@ -101,3 +102,19 @@ def test_flex_attention_is_padded_attention(window, has_sinks):
         for backend in (AttentionBackend.flex, AttentionBackend.padded)
     )
     assert relative_error(mine, wanted) < 1e-5
+
+
+def test_cudnn_is_tried_on_the_device_while_a_decoder_is_built_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        tried.extend(one.device for one in (q, k, v, call.sequences.cu_seqlens))
+        return padded_attention(q, k, v, call)
+
+    monkeypatch.setattr(attend_module, "cudnn_attention", kernel)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    cpu = torch.device("cpu")
+    with torch.device("meta"):
+        assert attend_module._cudnn_takes.__wrapped__(cpu, torch.float32, 2, 1, 64, 64)
+    assert tried == [cpu] * 4
