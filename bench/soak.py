@@ -8,8 +8,8 @@ Every ten seconds it adds up, over all processes of the run, memory (each shared
 threads and listening ports, and counts files in /dev/shm of this user. `by_process` has, for all processes of a name,
 anonymous memory in MB and threads: pages of libraries, whose share falls and rises with other jobs' use, are not in it.
 Writes bench/results/soak-NAME.json with samples, events and the checks of chaos_matrix.py, and draws soak-NAME.png
-beside it. An event takes processes away for a while: it prints the medians of the first fifth of the samples after the
-start, and of the last fifth.
+and soak-NAME-growth.png beside it. An event takes processes away for a while: it prints the medians of the first fifth
+of the samples after the start, and of the last fifth.
 
 `goodput` compares tokens trained a second, by the clock, from the last quiet step to the end with those of the quiet
 steps (--quiet, the first two left out); its losses by cause are the run's own figures. `returned` has, for each event,
@@ -54,6 +54,8 @@ WARM_UP_STEPS = 2
 RECOVERY_S = 40.0
 """Before the end of --for the last event may begin."""
 STOP_S = 10.0
+SETTLED_STEP = 100
+"""By then processes have what they need, and what is more is growth."""
 STEADY_S, WINDOW_S = 20.0, 10.0
 FIGURES = ("memory_gb", "descriptors", "threads", "listening", "shm_files", "processes")
 PROGRAM = r"\w+::\w+|\w+/\w+(?=\.py\b)|multiprocessing\.\w+|(?<=-m )\S+"
@@ -171,6 +173,7 @@ def show(result: Mapping[str, Any], began: float) -> None:
     with suppress(ImportError):
         out = file_of(result["arguments"]["name"]).with_suffix(".png")
         draw(samples, [event["time"] - began for event in result["events"]], out)
+        draw_growth(samples, out.with_stem(f"{out.stem}-growth"))
 
 
 def goodput(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -245,26 +248,38 @@ def processes_of(folder: Path) -> dict[psutil.Process, str]:
 
 
 def draw(samples: list[dict[str, Any]], events: list[float], path: Path) -> None:
-    """One curve per figure, and one per name of processes; events as lines."""
+    """One curve per figure, events as lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(len(FIGURES) + 1, 1, figsize=(9, 15), sharex=True)
+    figure, panels = pyplot.subplots(len(FIGURES), 1, figsize=(9, 12), sharex=True)
     minutes = [one["at"] / 60 for one in samples]
-    for panel, name in zip(panels, FIGURES, strict=False):
+    for panel, name in zip(panels, FIGURES, strict=True):
         panel.plot(minutes, [one[name] for one in samples], linewidth=1)
         panel.set_ylabel(name)
         panel.set_ylim(0, 1.1 * max(one[name] for one in samples) or 1)
         for at in events:
             panel.axvline(at / 60, color="tab:red", alpha=0.25, linewidth=0.8)
-    for name in samples[len(samples) // 2]["by_process"]:
-        memory = [one["by_process"].get(name, [math.nan])[0] for one in samples]
-        panels[-1].plot(minutes, memory, linewidth=1, label=name)
-    panels[-1].set_ylabel("anonymous MB")
-    panels[-1].legend(fontsize=5, ncols=3)
     panels[-1].set_xlabel("minutes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+
+
+def draw_growth(samples: list[dict[str, Any]], path: Path) -> None:
+    """Anonymous memory of all processes of a name, beside what they had once they had warmed up."""
+    from matplotlib import pyplot
+
+    later = [one for one in samples if one["step"] >= SETTLED_STEP and one["processes"]]
+    figure, panel = pyplot.subplots(figsize=(9, 3.5))
+    for name, (settled_mb, _) in later[0]["by_process"].items() if later else ():
+        more = [one["by_process"].get(name, [math.nan])[0] - settled_mb for one in later]
+        label = name if max(map(abs, more)) >= 1 else None
+        panel.plot([one["step"] for one in later], more, linewidth=1, label=label)
+    panel.set(xlabel="step", ylabel=f"MB more than at step {SETTLED_STEP}")
+    panel.set_ylim(-10, max(40, panel.get_ylim()[1]))  # so that small ones look small
+    panel.legend(fontsize=6, ncols=4, loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=90)
 
