@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -278,17 +278,6 @@ class TrainerHere:
             )[0],
             hidden,
         )
-
-    def round_as(self, trainer: TrainerConfig) -> None:
-        """Compute with the same weights as these options say, by a decoder built for them."""
-        from slipstream.trainer.engine_ops.choose_forward import choose_forward
-        from slipstream.trainer.model.build_decoder import build_decoder
-
-        before = self.decoder
-        trainer = replace(trainer, lora=self.lora)
-        by = choose_forward(before.spec, before.dtype, trainer, self.device)
-        self.decoder = build_decoder(before.spec, dtype=before.dtype, device=self.device, trainer=trainer, by=by)
-        self.decoder.load_state_dict(before.state_dict(keep_vars=True), assign=True)
 
     def step(self) -> None:
         """Update the adapters."""

@@ -1,16 +1,14 @@
 """How well trainer, engine and transformers agree about sampled tokens, on layers of real width.
 
     python bench/parity.py                           all rows, on one GPU, as many at a time as fit it
-    python bench/parity.py --only qwen3-30b-a3b-12 trained
+    python bench/parity.py --only qwen3-30b-a3b-12
     python bench/parity.py --tiny                    two small layers of each, a CPU will do
 
 Each row is a process of its own: vLLM (eager, or compiled with CUDA graphs as in a run) draws random bfloat16 weights
 by name, samples at temperature 1 and prefills what it sampled (the floor); then transformers and the trainer draw the
 same weights and score the same tokens, the trainer once for each switch, and its operations are compared with an eager
-engine's one by one. The `trained` rows have
-weights with real entropy: the trainer fits 125 million of them to Python's own source code, byte by byte, for
---train-s seconds (full training, AdamW, the supervised objective), and both read that checkpoint. The rows, and what
-they were at 3ab0fe5, are in bench/parity_shapes.py. Writes bench/results/parity-<device>.json, row by row.
+engine's one by one. The rows are in
+bench/parity_shapes.py. Writes bench/results/parity-<device>.json, row by row.
 """
 
 import argparse
@@ -58,26 +56,23 @@ class Memory:
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """k3 (largest |d|) of each cell, the old k3 behind it, and the switches below."""
+    """k3 (largest |d|) of each cell, and the switches below."""
     print(f"\n{'row':<22}{'nats':>6}  " + "".join(f"{column:>30}" for column in COLUMNS))
     for name, row in report["rows"].items():
         matrix = row.get("matrix", {})
-        cells = [_cell(matrix.get(column), row.get("old", {}).get(column)) for column in COLUMNS]
+        cells = [_cell(matrix.get(column)) for column in COLUMNS]
         print(f"{name:<22}{row.get('entropy', float('nan')):>6.2f}  " + "".join(f"{cell:>30}" for cell in cells))
         for label, figures in matrix.items():
             if label not in COLUMNS:
                 ratio = figures["k3_mean"] / (matrix["engine prefill"]["k3_mean"] or float("nan"))
-                print(f"{'':<8}{label:<84}{_cell(figures, None):>18}   {ratio:.2f} x the floor")
+                print(f"{'':<8}{label:<84}{_cell(figures):>18}   {ratio:.2f} x the floor")
         for trouble in ("failed", "routes_failed", "transformers_failed", "failed_switches", "sentence"):
             if trouble in row:
                 print(f"{'':<30}{trouble}: {row[trouble]}")
 
 
-def _cell(figures: dict[str, float] | None, old: float | None) -> str:
-    if figures is None:
-        return "-"
-    told = f"{figures['k3_mean']:.2e}, {figures['max_abs_log_ratio']:.2g}"
-    return told if old is None else f"{told} (was {old:g})"
+def _cell(figures: dict[str, float] | None) -> str:
+    return "-" if figures is None else f"{figures['k3_mean']:.2e}, {figures['max_abs_log_ratio']:.2g}"
 
 
 def parse() -> argparse.Namespace:
@@ -85,7 +80,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--jobs", type=int, default=3, help="rows that run side by side")
-    parser.add_argument("--train-s", type=float, default=60.0, help="how long the trained rows train")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="when rows are ended; what they have is kept")
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
     parser.add_argument("--out", type=Path)
@@ -118,7 +112,7 @@ def main() -> None:
     def run(name: str) -> None:
         part, gib = out.with_suffix(f".{name}.part"), min(ROWS[name].gib, total_gib)
         memory.take(gib)
-        words = ["--row", name, "--out", str(part), "--train-s", str(args.train_s), *(["--tiny"] if args.tiny else [])]
+        words = ["--row", name, "--out", str(part), *(["--tiny"] if args.tiny else [])]
         seen = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PARITY_DEVICE": device}
         with out.with_suffix(f".{name}.log").open("w") as log:
             command = [sys.executable, __file__, *words]

@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.parity_shapes import BITWISE, FACTS, LOAD_FORMAT, ROWS, SEED
-from bench.parity_text import prompts_of, train_on_text
 
 RECORDED = 2
 """Sequences whose operations are recorded."""
@@ -41,14 +41,7 @@ class RowRun:
         self.others: dict[str, list[Any]] = {}
         self.sampled: list[Any] = []
         self.cells: dict[str, Any] = {"row": name, "layers": self.row.layers, "std": self.row.std, "seconds": {}}
-        self.cells["old"] = {} if args.tiny else self.row.old
         config, bfloat16 = self.row.config(args.tiny), schema.DType.bfloat16
-        if self.row.is_trained:
-            self.cells["training"] = train_on_text(config, self.folder, args)
-            self.done("trained")
-            self.model = schema.ModelConfig(path=str(self.folder), dtype=bfloat16)
-            self.hf_config = resolve_hf_config(self.model)
-            return
         std = 0.13 if args.tiny else self.row.std
         config = config | {"initializer_range": std}
         self.model = schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=bfloat16)
@@ -80,7 +73,7 @@ class RowRun:
         """Start an engine, let it sample and prefill, and end it."""
         from slipstream.conf import schema
         from slipstream.conf.architecture.families import read_config
-        from slipstream.orchestrator.parity.engine_side import WITH_WEIGHTS, sample_and_record
+        from slipstream.orchestrator.parity.engine_side import sample_and_record
         from slipstream.rollout.types import RoutingShape
 
         row, moe, routing = self.row, read_config(self.hf_config).moe, None
@@ -88,6 +81,7 @@ class RowRun:
             layers = tuple(layer for layer, has_experts in enumerate(moe.layers) if has_experts)
             routing = RoutingShape(layers, moe.top_k, moe.num_experts)
         prompts, tokens = (4, 12) if self.args.tiny else (row.prompts, row.tokens)
+        draw, vocab = random.Random(SEED), self.hf_config["vocab_size"]
         drawn = {"load_format": LOAD_FORMAT, "worker_extension_cls": "bench.random_loader.WeightReceiver"}
         self.sampled = sample_and_record(
             self.folder,
@@ -97,7 +91,7 @@ class RowRun:
                 kv_cache_bytes=(2 << 30) if self.on_gpu else (64 << 20),
                 enforce_eager=not row.is_compiled,
             ),
-            prompts_of(row, self.hf_config, prompts),
+            [[draw.randrange(vocab) for _ in range(row.prompt_tokens)] for _ in range(prompts)],
             dtype=schema.DType.bfloat16,
             device=schema.Device(self.args.device),
             seed=SEED,
@@ -107,7 +101,7 @@ class RowRun:
             routing=routing,
             batch_invariant=row.batch_invariant and self.on_gpu,
             say=self.done,
-            engine_arguments=WITH_WEIGHTS if row.is_trained else drawn,
+            engine_arguments=drawn,
         )
 
     def ask_transformers(self) -> None:
@@ -269,16 +263,11 @@ def transformers_logprobs(row: RowRun, dtype: Any) -> list[Any]:
 
     loader: Any = AutoModelForCausalLM
     device = row.args.device
-    if row.model.path is not None:
-        hf = loader.from_pretrained(row.folder, dtype=dtype).to(device)
-    else:
-        fields = {
-            key: value for key, value in row.hf_config.items() if key not in ("model_type", "torch_dtype", "dtype")
-        }
-        with torch.device(device):
-            hf = loader.from_config(AutoConfig.for_model(row.hf_config["model_type"], **fields), dtype=dtype)
-        spec = read_config(row.hf_config)
-        fill(hf, open_reader(row.model, spec, seed=SEED, device=device), spec)
+    fields = {key: value for key, value in row.hf_config.items() if key not in ("model_type", "torch_dtype", "dtype")}
+    with torch.device(device):
+        hf = loader.from_config(AutoConfig.for_model(row.hf_config["model_type"], **fields), dtype=dtype)
+    spec = read_config(row.hf_config)
+    fill(hf, open_reader(row.model, spec, seed=SEED, device=device), spec)
     hf.eval()
     rows = []
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """The models of bench/parity.py: layers of published models at full width, and the same cut small for a CPU."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 SEED = 0
@@ -59,12 +59,6 @@ SMALL: dict[str, Any] = {
     "qk_rope_head_dim": 64, "v_head_dim": 32, "n_group": 2, "topk_group": 1, "sliding_window": 16,
 }  # fmt: skip
 """Sizes of --tiny, of those that a config has."""
-TRAINED: dict[str, Any] = QWEN3_30B | {
-    "vocab_size": 256, "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
-    "intermediate_size": 2048, "moe_intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4,
-    "rope_theta": 10000.0,
-}  # fmt: skip
-"""125 million parameters in 6 layers; a token is a byte."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +80,6 @@ class Row:
     batch_invariant: bool = False
     is_compiled: bool = False
     """Engine with torch.compile and CUDA graphs, as runs have it; its operations cannot be recorded."""
-    is_trained: bool = False
-    old: dict[str, float] = field(default_factory=dict)
-    """k3 of the same cell at 3ab0fe5."""
 
     def config(self, tiny: bool) -> dict[str, Any]:
         """config.json."""
@@ -97,13 +88,6 @@ class Row:
             small["num_key_value_heads"] = small["num_attention_heads"]
         layers = min(self.layers, 2) if tiny else self.layers
         return COMMON | self.base | small | {"num_hidden_layers": layers}
-
-
-OLD = ("engine prefill", "transformers", "trainer", "transformers, trainer", "transformers, float32")
-
-
-def _old(*k3: float) -> dict[str, float]:
-    return dict(zip(OLD, k3, strict=True))
 
 
 OWN_ATTENTION = "numerics.attention=own"
@@ -125,27 +109,19 @@ GPT_OSS_OFF = (OWN_ATTENTION, "numerics.norm=each", "numerics.rotation=each", "c
 BITWISE = "numerics.match=bitwise"
 SEED_004: dict[str, Any] = {"prompts": 25, "tokens": 200, "with_fp32": False}
 ONLY_BITWISE: dict[str, Any] = {"others": (BITWISE,), "with_hf": False, "batch_invariant": True, "is_compiled": True}
-OF_QWEN3 = _old(0.0059, 0.0217, 0.0226, 0.0147, 0.0325)
-OF_GLM = _old(0.0021, 0.0048, 0.0048, 0.0021, 0.0066)
-OF_GPT_OSS = _old(0.0088, 0.362, 0.296, 0.509, 0.61)
-OF_GPT_OSS_FLAT = _old(0.0017, 0.0445, 0.0387, 0.0445, 0.0563)
 ROWS = {
     "qwen3-30b-a3b-48": Row(QWEN3_30B, 48, 0.06, 72, with_fp32=False, with_hf=False),
-    "qwen3-30b-a3b-12": Row(QWEN3_30B, 12, 0.06, 40, others=("replay", *ONE_OFF, BITWISE), old=OF_QWEN3),
+    "qwen3-30b-a3b-12": Row(QWEN3_30B, 12, 0.06, 40, others=("replay", *ONE_OFF, BITWISE)),
     "qwen3-30b-a3b-12-compiled": Row(
         QWEN3_30B, 12, 0.06, 24, others=("replay", *ONE_OFF), with_hf=False, is_compiled=True
     ),
     "qwen3-8b-8": Row(QWEN3_8B, 8, 0.06, 30, others=(*DENSE_OFF, BITWISE)),
-    "glm-4.5-air-4": Row(GLM_45_AIR, 4, 0.03, 40, others=("replay", *SIGMOID_OFF), old=OF_GLM),
-    "gpt-oss-20b-6": Row(GPT_OSS_20B, 6, 0.03, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS),
-    "gpt-oss-20b-6-0.02": Row(GPT_OSS_20B, 6, 0.02, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS_FLAT),
+    "glm-4.5-air-4": Row(GLM_45_AIR, 4, 0.03, 40, others=("replay", *SIGMOID_OFF)),
+    "gpt-oss-20b-6": Row(GPT_OSS_20B, 6, 0.03, 32, others=("replay", *GPT_OSS_OFF)),
+    "gpt-oss-20b-6-0.02": Row(GPT_OSS_20B, 6, 0.02, 32, others=("replay", *GPT_OSS_OFF)),
     "deepseek-v3-3": Row(DEEPSEEK_V3, 3, 0.02, 60, others=("replay", *SIGMOID_OFF), with_fp32=False),
     "seed-004": Row(QWEN3_30B, 12, 0.06, 24, others=("replay", OFF, *ONE_ON, BITWISE), **SEED_004),
     "seed-004-bitwise": Row(QWEN3_30B, 12, 0.06, 24, **(SEED_004 | ONLY_BITWISE)),
-    "trained": Row(
-        TRAINED, 6, 0.02, 30, prompts=512, prompt_tokens=64, others=("replay", *ONE_OFF, BITWISE), is_trained=True
-    ),
-    "trained-bitwise": Row(TRAINED, 6, 0.02, 30, prompts=512, prompt_tokens=64, is_trained=True, **ONLY_BITWISE),
 }
 for _name, _gib, _others in (
     ("qwen3-30b-a3b-48", 72, ("replay", OWN_ATTENTION)),
@@ -154,6 +130,5 @@ for _name, _gib, _others in (
     ("gpt-oss-20b-6", 30, ("replay", *GPT_OSS_OFF)),
     ("gpt-oss-20b-6-0.02", 30, ("replay", OWN_ATTENTION)),
     ("deepseek-v3-3", 60, ("replay", *SIGMOID_OFF)),
-    ("trained", 24, ("replay", *ONE_OFF)),
 ):
-    ROWS[f"{_name}-compiled"] = replace(ROWS[_name], gib=_gib, others=_others, with_hf=False, is_compiled=True, old={})
+    ROWS[f"{_name}-compiled"] = replace(ROWS[_name], gib=_gib, others=_others, with_hf=False, is_compiled=True)

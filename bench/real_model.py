@@ -72,17 +72,10 @@ TRL_ROWS: dict[str, dict[str, Any]] = {
 }
 SHOWN_STEPS = (0, 25, 50, 75, 100)
 NAMES = {
-    "reward/mean": "reward",
-    "rollout/response_tokens_mean": "tokens",
-    "rollout/truncated_fraction": "truncated",
-    "parity/k3": "k3",
-    "parity/k3_stale": "k3_stale",
-    "parity/floor_k3": "floor_k3",
-    "eval/reward": "held_out",
-    "optim/grad_norm": "grad_norm",
-    "policy/entropy": "entropy",
-    "step/total_s": "step_s",
-}
+    "reward/mean": "reward", "rollout/response_tokens_mean": "tokens", "rollout/truncated_fraction": "truncated",
+    "parity/k3": "k3", "parity/k3_stale": "k3_stale", "parity/floor_k3": "floor_k3", "eval/reward": "held_out",
+    "optim/grad_norm": "grad_norm", "policy/entropy": "entropy", "step/total_s": "step_s",
+}  # fmt: skip
 """Which metrics of metrics.jsonl a result keeps, and what they are called there."""
 
 

@@ -6,13 +6,9 @@
 
 The job is `slipstream train`. Once it has sampled for --steady-s, the process of a worker gets SIGKILL; phases and
 tokens come from the run's fleet.jsonl (docs/metrics.md), and bench/recovery_phases.py says how they are computed. The
-next kill follows when the former throughput is back; victims take turns. Beside it, a plain restart: a fresh engine of
-the same options that loads as many weights from a folder on local disk, with the page cache dropped before, from the
-start of its process to its first token. It has no failure to notice and no former throughput. It runs under the load
-that recoveries have: beside the job, which goes on with one engine less (the last kill finds no restart left), and on
-that engine's GPU. With one engine it runs alone, after the job.
+next kill follows when the former throughput is back; victims take turns.
 
-Prints its environment, every repeat, and medians; writes bench/results/recovery-<device>.json and a picture beside it.
+Prints its environment, every repeat, and medians; writes bench/results/recovery-<device>.json.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -35,10 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+import psutil  # noqa: E402
+
 from bench.environment import environment  # noqa: E402
-from bench.plain_restart import cpu_seconds  # noqa: E402
-from bench.push import drop_cache, write_checkpoint  # noqa: E402
-from bench.recovery_phases import MARKS, SHARE, median_phases, phases_of, recovery_of  # noqa: E402
+from bench.recovery_phases import MARKS, SHARE, median_phases, recovery_of  # noqa: E402
 from slipstream.orchestrator.files.row_files import read_rows  # noqa: E402
 
 ENDLESS = [
@@ -61,7 +56,6 @@ POLL_S = 0.25
 PATIENCE = 2
 """Windows in which the killed worker's own throughput may come back, from the fleet's return on."""
 END_TIMEOUT_S = 120.0
-COLORS = ("#999999", "#56B4E9", "#0072B2", "#CC79A7", "#009E73", "#F0E442", "#D55E00", "#E69F00", "#000000", "#BBBBBB")
 
 
 class Job:
@@ -158,11 +152,11 @@ def kill_one(job: Job, worker: int, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def put_out(job: Job, worker: int, args: argparse.Namespace) -> None:
-    """Kill a worker whose restarts are used up."""
-    os.kill(pid_of(job, worker), signal.SIGKILL)
-    if not job.wait_until(lambda rows: any(row["event"] == "out" for row in rows), args.limit_s):
-        raise SystemExit("a worker without a restart left is still in service")
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and all below it, user and system."""
+    top = psutil.Process(pid)
+    times = [process.cpu_times() for process in [top, *top.children(recursive=True)]]
+    return sum(one.user + one.system for one in times)
 
 
 def pid_of(job: Job, worker: int) -> int:
@@ -178,60 +172,10 @@ def processes_of(job: Job, worker: int) -> list[int]:
     return [pid, *map(int, re.findall(rf" is process {pid} at .*; its engine is process (\d+)", log))]
 
 
-def emptiest_gpu() -> dict[str, str]:
-    """The variable that shows a process only the GPU with the least memory in use, of those that this process may
-    use; nothing without GPUs.
-    """
-    if not shutil.which("nvidia-smi"):
-        return {}
-    query = ["nvidia-smi", "--query-gpu=memory.used,index", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        query.append(f"--id={visible}")
-    said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    _, index = min(tuple(map(int, line.split(","))) for line in said.splitlines())
-    return {"CUDA_VISIBLE_DEVICES": str(index)}
-
-
-def restart_plainly(run: Path, checkpoint: Path, limit_s: float) -> dict[str, Any]:
-    """One plain restart, from the start of its process."""
-    resident, began_at = drop_cache(checkpoint), time.time()
-    command = [sys.executable, str(ROOT / "bench" / "plain_restart.py"), str(run), str(checkpoint)]
-    variables = {**os.environ, **emptiest_gpu()}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"the plain restart took more than {limit_s} s") from None
-    if done.returncode:
-        raise SystemExit(f"the plain restart failed:\n{done.stderr[-3000:]}")
-    said = json.loads(done.stdout.splitlines()[-1])
-    marks = said["marks"]
-    phases = phases_of(began_at, marks)
-    return {
-        "first_token_s": marks["first_token"] - began_at,
-        "phases": {("engine up, weights" if name == "engine up" else name): s for name, s in phases.items()},
-        "resident_before": resident,
-        "cpu_s": said["cpu_s"],
-        "load_average": os.getloadavg()[0],
-    }
-
-
 def measure(
     args: argparse.Namespace, words: list[str], folder: Path, report: dict[str, Any], keep: Callable[[], None]
 ) -> None:
-    """The job with its kills, and the plain restarts. `keep` is called whenever there is more in the report."""
-    checkpoint = (args.folder or folder) / "checkpoint"
-
-    def plain(run: Path) -> None:
-        shutil.copytree(run / "model", checkpoint, dirs_exist_ok=True)
-        write_checkpoint(checkpoint, json.loads((checkpoint / "config.json").read_text()))
-        report["checkpoint_bytes"] = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-        for _ in range(args.plain_repeats):
-            report["plain"].append(restart_plainly(run, checkpoint, args.limit_s))
-            say("plain restart", report["plain"][-1])
-            keep()
-
+    """The job with its kills. `keep` is called whenever there is more in the report."""
     with Job(words, folder) as job:
         if not job.wait_until(lambda rows: any(row["event"] == "first_token" for row in rows), args.start_limit_s):
             raise SystemExit(f"no token within {args.start_limit_s} s")
@@ -241,11 +185,6 @@ def measure(
             report["fleet"] = [row for row in job.rows if row["event"] != "tokens"]
             report["startup"] = read_rows(job.folder / "startup.jsonl")
             keep()
-        if args.workers > 1 and args.plain_repeats:
-            put_out(job, 0, args)
-            plain(job.folder)
-    if args.workers == 1 and args.plain_repeats:
-        plain(job.folder)
 
 
 def say(title: str, way: dict[str, Any]) -> None:
@@ -254,118 +193,56 @@ def say(title: str, way: dict[str, Any]) -> None:
     print(f"{title}: {phases} s", flush=True)
 
 
-def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """Medians of both ways."""
-    medians: dict[str, Any] = {}
-    for name in ("recoveries", "plain"):
-        ways = report[name]
-        # The plain restart's engine start contains its weights; it is counted under that name.
-        renamed = [{phase.removesuffix(", weights"): s for phase, s in way["phases"].items()} for way in ways]
-        medians[name] = {
-            "phases": median_phases(renamed),
-            **{
-                key: statistics.median(values)
-                for key in ("first_token_s", "cpu_s", "returned_s", "worker_returned_s", "former_tokens_per_s",
-                            "worker_former_tokens_per_s", "away_tokens_per_s", "read_bytes", "read_s", "read_gb_per_s")
-                if (values := [way[key] for way in ways if way.get(key) is not None])
-            },
-        }  # fmt: skip
-    return medians
+FIGURES = (
+    "first_token_s", "cpu_s", "returned_s", "worker_returned_s", "former_tokens_per_s", "away_tokens_per_s",
+    "worker_former_tokens_per_s", "read_bytes", "read_s", "read_gb_per_s",
+)  # fmt: skip
+
+
+def summary(recoveries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the kills."""
+    known = {key: [way[key] for way in recoveries if way.get(key) is not None] for key in FIGURES}
+    medians = {key: statistics.median(values) for key, values in known.items() if values}
+    return {"phases": median_phases([way["phases"] for way in recoveries]), **medians}
 
 
 def show(report: dict[str, Any]) -> None:
     """Print the table."""
-    ways = report["medians"]
-    print(f"\n{'median seconds':28}{'recovery':>12}{'plain restart':>16}")
+    medians = report["medians"]
     for phase in MARKS.values():
-        cells = [ways[name]["phases"].get(phase) for name in ("recoveries", "plain")]
-        if any(cell is not None for cell in cells):
-            left, right = ("-" if cell is None else f"{cell:.2f}" for cell in cells)
-            print(f"{phase:28}{left:>12}{right:>16}")
-    for key in ("first_token_s", "cpu_s", "returned_s", "worker_returned_s", "former_tokens_per_s", "away_tokens_per_s",
-                "worker_former_tokens_per_s", "read_s", "read_gb_per_s"):  # fmt: skip
-        cells = [ways[name].get(key) for name in ("recoveries", "plain")]
-        left, right = ("-" if cell is None else f"{cell:.4g}" for cell in cells)
-        print(f"{key:28}{left:>12}{right:>16}")
+        if phase in medians["phases"]:
+            print(f"{phase:28}{medians['phases'][phase]:>12.2f} s")
+    for key in FIGURES:
+        print(f"{key:28}{medians[key]:>12.4g}" if key in medians else f"{key:28}{'-':>12}")
     num_back = sum(way["returned_s"] is not None for way in report["recoveries"])
     print(f"{num_back} of {len(report['recoveries'])} kills: {SHARE:.0%} of the former tokens/s within the limit")
     print("cpu_s: user and system of the new process and its engine's, until it serves")
-    if report["plain"]:
-        print(f"the plain restart's engine start contains the reading of {report['checkpoint_bytes'] / 1e9:.3f} GB")
-
-
-def plot(report: dict[str, Any], file: Path) -> None:
-    """A bar of phases for each way, and the fleet's tokens per second around every kill."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        print(f"no matplotlib here; elsewhere: python bench/recovery.py --draw {file.with_suffix('.json')}")
-        return
-    figure, (bars, lines) = pyplot.subplots(2, 1, figsize=(9, 5.2), height_ratios=(1, 1.4))
-    colors = dict(zip(MARKS.values(), COLORS, strict=True))
-    labels = {"recoveries": "recovery", "plain": "plain restart\n(weights from disk)"}
-    labels = {name: label for name, label in labels.items() if report[name]}
-    for index, name in enumerate(labels):
-        left = 0.0
-        for phase, seconds in report["medians"][name]["phases"].items():
-            bars.barh(index, seconds, left=left, color=colors[phase])
-            left += seconds
-        bars.text(left, index, f" {left:.1f} s", va="center", fontsize=8)
-    bars.set_yticks(range(len(labels)), list(labels.values()), fontsize=8)
-    bars.invert_yaxis()
-    bars.margins(x=0.1)
-    bars.set_xlabel("seconds from the kill; from the start of the process (plain)", fontsize=8)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    bars.legend(handles, list(colors), fontsize=6, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    for number, way in enumerate(report["recoveries"]):
-        seconds, rates = zip(*way["tokens_per_s_by_second"], strict=True)
-        lines.plot(seconds, rates, linewidth=1, label=f"kill {number + 1}, worker {way['worker']}")
-        lines.axhline(way["former_tokens_per_s"], color="#CCCCCC", linewidth=0.6)
-    lines.axvline(0, color="black", linewidth=0.6)
-    lines.set_xlabel("seconds from the kill", fontsize=8)
-    lines.set_ylabel("fleet, response tokens/s", fontsize=8)
-    lines.set_ylim(bottom=0)
-    lines.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    print(f"written: {file}")
 
 
 def main() -> None:
-    """Measure, or draw a file again."""
+    """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="cpu")
     parser.add_argument("--workers", type=int, default=2, help="engines; 1: the trainer sends the weights")
     parser.add_argument("--repeats", type=int, default=3, help="kills")
-    parser.add_argument("--plain-repeats", type=int, default=3, help="plain restarts; 0: none")
     parser.add_argument("--settle-s", type=float, default=4.0, help="after a first token, before the steady state")
     parser.add_argument(
         "--steady-s", type=float, help="before a kill: the former throughput; default: 16, and 60 for 30b, whose first "
         "step is trained half a minute after the first token"
     )  # fmt: skip
     parser.add_argument("--window-s", type=float, default=8.0, help=f"in which {SHARE:.0%}% of it must be reached")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="for one recovery, or one plain restart")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="for one recovery")
     parser.add_argument("--start-limit-s", type=float, default=600.0, help="for the job's first token")
     parser.add_argument("--set", nargs="*", default=[], help="further options of the job")
-    parser.add_argument("--folder", type=Path, help="local disk for the checkpoint; default: a temporary folder")
     parser.add_argument("--out", type=Path, help="default: bench/results/recovery-<device>.json")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
-    parser.add_argument("--draw", type=Path, help="only show this file again")
     args = parser.parse_args()
     if args.steady_s is None:
         args.steady_s = 16.0 if args.shape == "cpu" else 60.0
-    if args.draw:
-        report = json.loads(args.draw.read_text())
-        show(report)
-        plot(report, args.draw.with_suffix(".png"))
-        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job ends with this process
     words = [*SHAPES[args.shape], *ENDLESS, f"rollout.num_workers={args.workers}",
              f"rollout.max_restarts={-(-args.repeats // args.workers)}", *args.set]  # fmt: skip
-    report = {"environment": environment(args.commit), "words": words, "recoveries": [], "plain": []}
+    report = {"environment": environment(args.commit), "words": words, "recoveries": []}
     report |= {name: getattr(args, name) for name in ("workers", "settle_s", "steady_s", "window_s")}
     print(json.dumps(report["environment"], indent=2))
     out: Path = (
@@ -373,7 +250,7 @@ def main() -> None:
     )
 
     def keep() -> None:
-        report["medians"] = summary(report)
+        report["medians"] = summary(report["recoveries"])
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -381,7 +258,6 @@ def main() -> None:
         measure(args, words, Path(folder), report, keep)
     show(report)
     print(f"written: {out}")
-    plot(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

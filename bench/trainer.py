@@ -216,13 +216,6 @@ def profile(subject: Any, token_ids: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _peak_gb(subject: Any) -> float:
-    """The most device memory that was in use. torch does not count as allocated what only CUDA graphs use."""
-    import torch
-
-    return (torch.cuda.max_memory_allocated() + getattr(subject, "graph_bytes", 0)) / 1e9
-
-
 def memory_at_peak(subject: Any, token_ids: Any) -> dict[str, Any]:
     """GB that one step holds on the device at its peak, by the line that allocated them.
 

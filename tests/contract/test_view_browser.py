@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.run_folders import MadeUpRun, make_run
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tokenizers import Tokenizer
 
-from bench.run_folders import MadeUpRun, make_run
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from fakes.checkpoints import CONFIGS, FOR_GPUS
+from fakes.run_folders import MadeUpRun
 
-from bench.run_folders import MadeUpRun
 from slipstream.orchestrator.machine import HERE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -62,7 +62,7 @@ class LinkRates:
     """Collecting what every rank wrote, and telling the replicas what to expect, for a few hundred parameters."""
     entry_s: float = 20e-9
     """Added to the barrier per further parameter of an engine rank, which rank 0 writes and reads on one core
-    (bench/plan.py, bench/results/plan-tp16.json)."""
+    (bench/results/plan-tp16.json)."""
 
     def without_pause(self) -> LinkRates:
         """The rates of a publish into free slots of engines that are not paused: `begin` and `commit` are only

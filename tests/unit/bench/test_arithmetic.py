@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, strategies as st
 from safetensors.numpy import save_file
 
-from bench import arithmetic
 from bench.make_arithmetic import LARGE, SMALL, Task, expression, make_rows, share_right, working, write
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.load import load_run_config
@@ -157,31 +156,3 @@ def test_the_reward_is_of_the_last_result_alone(suffix: str, response: str, rewa
     score = load_reward(load_run_config([f"experiment=arithmetic_grpo{suffix}"]).reward).function
     found, _ = score("3+4-2=", response, {"answer": "5", "response": "3+4=7;7-2=5;#5"})
     assert found == reward
-
-
-@pytest.mark.parametrize("row", arithmetic.ROWS)
-def test_every_row_of_the_script_is_a_run(row: str) -> None:
-    for suffix in ("", "_gpu"):
-        load_run_config([f"experiment=arithmetic_grpo{suffix}", *arithmetic.ROWS[row]])
-
-
-def test_the_table_and_the_picture_show_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(rewards: list[float]) -> dict[str, object]:
-        rows = [
-            {"step": step, "step/total_s": 2.0, "eval/reward": reward, "rollout/response_tokens_mean": 10.0 * step,
-             "reward/mean": reward, "staleness/mean": 0.0}
-            for step, reward in enumerate(rewards)
-        ]  # fmt: skip
-        return {"wall_s": 9.0, **arithmetic.curves(rows, 100), "samples": [["step 0", "1+1=", "1+1=2;#2"]]}
-
-    report = {
-        "taught": {"0": {"nll_curve": [[0, 4.0], [10, 1.0]]}},
-        "rows": {"grpo": {"0": run([0.1, 0.5, 0.95]), "1": run([0.2, 0.5, 0.6])}, "shuffled": {"0": run([0.1, 0.1])}},
-    }
-    arithmetic.print_table(report)
-    shown = capsys.readouterr().out
-    assert re.search(r"grpo +0\.1\.\.0\.2 +0\.6\.\.0\.95 +2 \(1/2\) +9 +4 +3e\+03", shown)
-    assert re.search(r"shuffled +0\.1 +0\.1 +\(0/1\) +9 +2 +1e\+03", shown)
-    assert "step 0    1+1=  1+1=2;#2" in shown
-    arithmetic.draw(report, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -1,37 +1,17 @@
-"""Bench scripts run at a tiny size on a CPU, and read the files that they wrote on GPUs."""
+"""Bench scripts read the files that they wrote on GPUs."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench import parity, parity_row
 from bench.parity_shapes import ROWS
 from bench.sync.figures import show
 from slipstream.conf.schema import TrainerConfig
 
-ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "bench" / "results"
-
-
-def test_the_small_plan_is_proven_and_predicted_and_its_report_names_commit_and_libraries(tmp_path: Path) -> None:
-    words = "--layers 2 --experts-per-layer 32 --sources 16 --ep-size 16 --replicas 2"
-    ran = subprocess.run(
-        [sys.executable, "bench/plan.py", *words.split(), "--out", str(tmp_path / "plan.json")],
-        cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    report = json.loads((tmp_path / "plan.json").read_text())
-    assert report["environment"]["torch"] == torch.__version__
-    named = {"commit", "is_dirty", "cpu_cores", "gpus", "transformers", "peft", "triton"}
-    assert named <= report["environment"].keys()
-    assert report["tasks"] > 0
-    assert report["predicted_50"]["total_s"] < report["predicted_44"]["total_s"]
-    assert report["predicted_50"]["total_s"] >= report["predicted_50"]["receiver_floor_s"]
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("weight_sync-gpu-[12]x[12]*.json")), ids=lambda file: file.stem)
@@ -50,10 +30,10 @@ def test_the_table_of_parity_shows_what_a_row_has_and_what_failed(capsys: pytest
         return {"k3_mean": k3, "max_abs_log_ratio": 0.5}
 
     matrix = {"engine prefill": figures(0.002), "trainer": figures(0.004), "combine=hf_eager": figures(0.005)}
-    rows = {"whole": {"entropy": 8.3, "matrix": matrix, "old": {"trainer": 0.02}}, "broken": {"failed": "exit code 1"}}
+    rows = {"whole": {"entropy": 8.3, "matrix": matrix}, "broken": {"failed": "exit code 1"}}
     parity.print_table({"rows": rows})
     shown = capsys.readouterr().out
-    assert "4.00e-03, 0.5 (was 0.02)" in shown
+    assert "4.00e-03, 0.5" in shown
     assert re.search(r"combine=hf_eager +5.00e-03, 0.5 +2.50 x the floor", shown)
     assert "failed: exit code 1" in shown
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.run_folders import MadeUpRun
 from hypothesis import given, strategies as st
 
-from bench.run_folders import MadeUpRun
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.growing_file import GrowingFile, objects

@@ -1,12 +1,9 @@
-"""Makes run folders up, with the product's own writers: what `slipstream view` is measured and tested with.
-
-    python -m bench.run_folders FOLDER --steps 1000 --samples 100
+"""Makes run folders up, with the product's own writers: what `slipstream view` is tested with.
 
 Owns: figures that look like a run's. Does not own: any file's form; each is written by the class that writes it in a
 run. Equal arguments give equal figures.
 """
 
-import argparse
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -197,18 +194,3 @@ def make_run(root: Path, *, num_steps: int, **arguments: float) -> RunFolder:
         for step in range(1, num_steps + 1):
             run.write_step(step)
     return run.folder
-
-
-def main() -> None:
-    """Write one folder."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--samples", type=int, default=100, help="of each step")
-    parser.add_argument("--tokens", type=int, default=12, help="of each sample")
-    flags = parser.parse_args()
-    make_run(flags.folder, num_steps=flags.steps, num_samples=flags.samples, num_tokens=flags.tokens)
-
-
-if __name__ == "__main__":
-    main()
