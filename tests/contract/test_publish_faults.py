@@ -8,7 +8,7 @@ timeout of the trainer's process group, which alone ends the wait for a rank tha
     receiver killed                                   its control connection breaks: out, the other commits
     receiver stopped, link stalled                    its deadline passes: out, the other commits
     message lost, connection cut                      the same; what the replica did is what it says later
-    bits flipped, bytes skipped or moved              test_publish_processes.py
+    bits flipped, bytes skipped or moved              named by parameter; out, the other commits
 """
 
 import os
@@ -69,7 +69,7 @@ def test_a_trainer_rank_that_dies_or_stops_mid_write_leaves_dirty_replicas_and_a
     for version, (victim, kind) in enumerate(((1, "die"), (0, "die"), (1, "stop")), start=1):
         began = time.monotonic()
         for number, rank in enumerate(cluster.ranks):
-            rank.tell("publish", version, (kind, 0) if number == victim else None, None, ())
+            rank.tell("publish", version, (kind, 0) if number == victim else None, ())
         error = cluster.ranks[1 - victim].get(GROUP_TIMEOUT_S + SLACK_S)
         assert isinstance(error, RankLost), error
         assert time.monotonic() - began < GROUP_TIMEOUT_S + SLACK_S
@@ -108,7 +108,7 @@ def test_a_link_that_stalls_after_begin_costs_its_replica_alone_and_nothing_land
     assert committed(cluster.publish(0)) == [True, True]
     replica, pid = cluster.replicas[0], cluster.replicas[0].process.pid
     for number, rank in enumerate(cluster.ranks):
-        rank.tell("publish", 1, ("stall", 0, pid) if number == 0 else None, None, ())
+        rank.tell("publish", 1, ("stall", 0, pid) if number == 0 else None, ())
     began = time.monotonic()
     reports = [rank.get() for rank in cluster.ranks]
     assert time.monotonic() - began < TIMEOUT_S + SLACK_S
@@ -132,9 +132,7 @@ def test_a_link_that_stalls_after_begin_costs_its_replica_alone_and_nothing_land
 def test_a_lost_message_costs_one_replica_which_never_serves_what_was_not_proven(
     proxied: Cluster, kind: str, message: str, error: str, phase: Phase
 ) -> None:
-    versions = proxied.replicas[0].ask("versions")
-    version = versions[-1] + 1 if versions else 0
-    assert committed(proxied.publish(version)) == [True, True]
+    version = publish_next(proxied)
     assert proxied.proxy is not None
     proxied.proxy.fault = (kind, message)
     began = time.monotonic()
@@ -152,6 +150,30 @@ def test_a_lost_message_costs_one_replica_which_never_serves_what_was_not_proven
         proxied.reconnect(0)
     assert committed(proxied.publish(version + 3)) == [True, True]
     assert_holds(proxied, 0, version + 3)
+
+
+def publish_next(cluster: Cluster) -> int:
+    """Publish the version after those that replica 0 has committed. Returns it."""
+    version = max(cluster.replicas[0].ask("versions"), default=-1) + 1
+    assert committed(cluster.publish(version)) == [True, True]
+    return version
+
+
+@pytest.mark.parametrize("kind", ["flip", "skip", "offset"])
+def test_a_planted_error_is_named_and_costs_one_replica(proxied: Cluster, kind: str) -> None:
+    version = publish_next(proxied) + 1
+    report = proxied.publish(version, fault=(kind, 1))
+    assert committed(report) == [True, False]
+    error = report.replicas[1].error or ""
+    assert error.startswith("IntegrityError: ")
+    assert f"version {version}" in error and "rank 0" in error
+    wrong, state = proxied.replicas[1].ask("wrong", version)
+    assert not state.is_serving
+    damaged = [name.removeprefix("0:") for name in wrong if name.startswith("0:") and name != "0:absorbed"]
+    assert any(f"{name} (from " in error for name in damaged)
+    assert_holds(proxied, 0, version)
+    assert committed(proxied.publish(version + 1)) == [True, True]
+    assert_holds(proxied, 1, version + 1)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cases.tiny_models import DENSE
+from cases.tiny_configs import DENSE
 from cases.vllm_process import import_path
 
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -215,18 +215,15 @@ def test_a_caller_is_told_that_its_worker_was_killed(folder: str, node: subproce
         assert told(caller)["ended"] == ["EngineDied", f"process {worker} of the rollout worker was ended by SIGKILL"]
 
 
-def test_a_worker_is_spawned_where_variables_that_imports_read_differ(folder: str, node: subprocess.Popen[str]) -> None:
-    with program(CALLER, folder, ask(node)[0], "stay", VLLM_LOGGING_PREFIX="other: ") as caller:
+@pytest.mark.parametrize("where", ["variables that imports read differ", "the server is gone"])
+def test_a_worker_is_spawned_where(where: str, folder: str, node: subprocess.Popen[str]) -> None:
+    is_gone = where == "the server is gone"
+    address, other = ("/gone/listener", {}) if is_gone else (ask(node)[0], {"VLLM_LOGGING_PREFIX": "other: "})
+    with program(CALLER, folder, address, "stay", **other) as caller:
         facts = told(caller)
         (worker,) = facts["pids"]
         assert psutil.Process(worker).ppid() == caller.pid
         assert facts["phase"] == "importing vLLM"
-
-
-def test_a_worker_is_spawned_where_the_server_is_gone(folder: str) -> None:
-    with program(CALLER, folder, "/gone/listener", "stay") as caller:
-        (worker,) = told(caller)["pids"]
-        assert psutil.Process(worker).ppid() == caller.pid
 
 
 def test_a_server_that_was_killed_is_begun_again_and_its_worker_goes_on(

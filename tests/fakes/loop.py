@@ -222,8 +222,6 @@ class FakeTrainer(Watched):
         return publish_report(version, outcomes, self.num_changed_params)
 
     async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None:
-        if base_endpoint:
-            self.world.diary.append(("base", replica, base_endpoint))
         self.world.diary.append(("reconnect", replica, endpoint))
         if replica in self.refuses_reconnect:
             raise PlanMismatch("another layout")
@@ -474,7 +472,6 @@ class Loop:
         self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(config))
         self.resume_step = resume_step
         self.max_restarts = 0
-        self.base_of_restarted = ""
         self.controller: Controller | None = None
         self.before_step: Callable[[RunState], Awaitable[None]] | None = None
         self.found: RunState | None = None
@@ -484,7 +481,6 @@ class Loop:
         self.world.diary.append(("restart", index))
         self.world.committed[index] = -1
         self.workers[index] = FakeWorker(self.world, index)
-        self.workers[index].wants_base_at = self.base_of_restarted
         return self.workers[index]
 
     async def run(self) -> Controller:

@@ -225,12 +225,11 @@ def run_trainer_rank(
     while True:
         verb, *args = pipe.recv()
         if verb == "publish":
-            version, fault, source_error, exclude = args
+            version, fault, exclude = args
             if fault is not None:
                 kind, replica, *transport_pid = fault
                 transport.fault_pid = transport_pid[0] if transport_pid else 0
                 publisher._pipeline.run = _with_fault(publisher._pipeline, transport, kind, replica)  # type: ignore[method-assign]
-            source.begin_error = source_error
             try:
                 pipe.send(publisher.publish(version, exclude=exclude))
             except WeightSyncError as e:
@@ -346,13 +345,11 @@ class Cluster:
         self,
         version: int,
         fault: tuple[str, int] | None = None,
-        source_error: Exception | None = None,
         exclude: Sequence[int] = (),
     ) -> PublishReport:
-        """Publish on all ranks; `fault` is planted on rank 0, `source_error` raised on rank 1."""
+        """Publish on all ranks; `fault` is planted on rank 0."""
         for number, rank in enumerate(self.ranks):
-            mine = (fault if number == 0 else None, source_error if number == 1 else None)
-            rank.tell("publish", version, *mine, exclude)
+            rank.tell("publish", version, fault if number == 0 else None, exclude)
         reports = [rank.get() for rank in self.ranks]
         assert not any(isinstance(report, Exception) for report in reports), reports
         assert all(report == reports[0] for report in reports)

@@ -58,36 +58,6 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     assert rng.random() == np.random.default_rng(5).random()
 
 
-def test_episodes_come_back_exactly(tmp_path: Path) -> None:
-    routes = Routes(np.arange(8, dtype=np.uint8).reshape(2, 2, 2), np.array([True, False]))
-    turns = (Turn(None, [1, 2], 1, "start", "given", "said", routes), Turn(0, [9], 1, "fork", "more", "so"))
-    episode = Rollout([5, 6], [-0.1, -0.2], [3, 4], "so", "stop", 1, None, turns, "raised", 2.5)
-    prompt = Prompt(3, (1, 2), "k =", {"lines": ["a"]}, [{"role": "user", "content": "k ="}])
-    state, store = make_state(), make_store(tmp_path)
-    state.buffer.groups[32] = Group(prompt, [episode], [None])
-    found = store.read(store.finish(store.begin(7), state)).buffer.groups[32]
-    assert found.prompt == prompt
-    (back,) = found.rollouts
-    plain = [replace(rollout, turns=tuple(replace(turn, routes=None) for turn in rollout.turns)) for rollout in
-             (back, episode)]  # fmt: skip
-    assert plain[0] == plain[1]
-    assert back.turns[0].routes is not None
-    assert np.array_equal(back.turns[0].routes.experts, routes.experts)
-    assert np.array_equal(back.turns[0].routes.is_recorded, routes.is_recorded)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
-def test_routes_of_a_finished_group_come_back_exactly(tmp_path: Path, dtype: type) -> None:
-    routes = Routes(np.arange(24, dtype=dtype).reshape(3, 4, 2), np.array([True, False, True]))
-    state, store = make_state(), make_store(tmp_path)
-    state.buffer.groups[30].rollouts[0] = replace(state.buffer.groups[30].rollouts[0], routes=routes)
-    found, without = store.read(store.finish(store.begin(7), state)).buffer.groups[30].rollouts
-    assert found.routes is not None and without.routes is None
-    assert found.routes.experts.dtype == dtype
-    assert np.array_equal(found.routes.experts, routes.experts)
-    assert np.array_equal(found.routes.is_recorded, routes.is_recorded)
-
-
 def test_newest_complete_one_is_resumed_and_older_ones_are_removed(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=2)
     for step in (5, 10, 15):
@@ -98,40 +68,22 @@ def test_newest_complete_one_is_resumed_and_older_ones_are_removed(tmp_path: Pat
     assert store.newest() == tmp_path / "checkpoints" / "step-000015"
     assert [path.name for path in named_checkpoints(store.folder)] == ["step-000010", "step-000015"]
     assert step_of(store.newest()) == 15
-
-
-def test_crash_before_the_rename_leaves_the_previous_one(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    write(store, 5)
-    partial = store.begin(10)
-    (partial / "trainer" / "rank0.bin").write_bytes(b"half")
-    assert store.newest() == tmp_path / "checkpoints" / "step-000005"
-    write(store, 10)  # the resumed run reaches the step again
-    assert step_of(store.newest()) == 10
+    write(store, 20)  # the resumed run reaches the step again
+    assert step_of(store.newest()) == 20
 
 
 @pytest.mark.parametrize("name", ["trainer/rank0.bin", "state.json", "groups.jsonl"])
-def test_one_flipped_bit_is_refused_and_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_a_flipped_bit_in_any_chunk_of_a_file_is_refused_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: float
+) -> None:
+    monkeypatch.setattr("slipstream.orchestrator.checkpoints.manifest._CHUNK_BYTES", 100)
     store = make_store(tmp_path)
     file = write(store) / name
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[int(place * (len(content) - 1))] ^= 1
     file.write_bytes(bytes(content))
     with pytest.raises(CheckpointError, match=f"damaged: {name}"):
-        store.read(store.newest())
-
-
-@pytest.mark.parametrize("place", [0, 5000, -1])
-def test_a_flipped_bit_in_any_chunk_of_a_file_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
-) -> None:
-    monkeypatch.setattr("slipstream.orchestrator.checkpoints.manifest._CHUNK_BYTES", 1000)
-    store = make_store(tmp_path)
-    file = write(store) / "trainer" / "rank0.bin"
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(bytes(content))
-    with pytest.raises(CheckpointError, match=r"damaged: trainer/rank0\.bin"):
         store.read(store.newest())
 
 
@@ -181,11 +133,24 @@ def test_missing_file_is_refused_and_named(tmp_path: Path) -> None:
         store.read(store.newest())
 
 
-def test_every_field_of_a_waiting_group_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_every_field_of_a_waiting_group_comes_back(tmp_path: Path, dtype: type) -> None:
     """A field that is added to one of these types needs a value here, and a place in the file."""
-    routes = Routes(np.ones((3, 1, 1), np.uint8), np.array([True, False, True]))
+    routes = Routes(np.arange(24, dtype=dtype).reshape(3, 4, 2), np.array([True, False, True]))
     turn = Turn(0, [9], 1, "fork", "more", "so", routes)
-    rollout = Rollout([5, 6], [-0.1, -0.2], [3, 4], "so", "length", 2, routes, (turn,), "raised", 2.5, [-1.0, -2.0])
+    rollout = Rollout(
+        [5, 6],
+        [-0.1, -0.2],
+        [3, 4],
+        "so",
+        "length",
+        2,
+        routes,
+        (Turn(None, [1], 1, "start"), turn),
+        "raised",
+        2.5,
+        [-1.0, -2.0],
+    )
     prompt = Prompt(3, (1, 2), "k =", {"lines": ["a"]}, [{"role": "user", "content": "k ="}])
     group = Group(prompt, [rollout], [0.5], [{"math": 0.25}], ["42"])
     for value in (turn, rollout, prompt, group):
@@ -203,6 +168,8 @@ def test_every_field_of_a_waiting_group_comes_back(tmp_path: Path) -> None:
     back = buffer.groups[40]
     assert (back.prompt, back.rewards, back.parts, back.answers) == (prompt, [0.5], [{"math": 0.25}], ["42"])
     np.testing.assert_equal(asdict(back), asdict(group))
+    kept = (back.rollouts[0].routes, back.rollouts[0].turns[1].routes)
+    assert [one and one.experts.dtype for one in kept] == [dtype, dtype]
     again = store.read(store.finish(store.begin(8), replace(state, step=8, buffer=buffer)))
     np.testing.assert_equal(asdict(again.buffer), asdict(buffer))
 

@@ -42,15 +42,6 @@ async def test_strictly_on_policy_trains_on_its_own_version_only(tmp_path: Path)
     assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0, 0]
 
 
-async def test_publishes_are_traced_as_often_as_asked(tmp_path: Path) -> None:
-    for every, traced in ((0, []), (2, [0, 2, 4])):
-        config = replace(make_config(), weight_sync=WeightSyncConfig(trace_every_steps=every))
-        (tmp_path / str(every)).mkdir()
-        loop = Loop(tmp_path / str(every), config)
-        await loop.run()
-        assert loop.trainer.traced == {v: Path("traces") / f"publish-{v:06d}.json" for v in traced}
-
-
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 async def test_staleness_stays_within_the_bound_and_overlap_happens(tmp_path: Path, staleness: int) -> None:
     loop = Loop(tmp_path, make_config(staleness=staleness, num_steps=8))
@@ -315,19 +306,6 @@ async def test_worker_that_recovers_from_its_peer_costs_the_trainer_one_introduc
         assert row["rollout/recovery_read_s"] == (0.5 if row["rollout/recoveries"] else None)
 
 
-async def test_only_worker_gets_its_base_before_the_version(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=4), num_workers=1)
-    loop.max_restarts = 1
-    loop.workers[0].fails_after = 7
-    loop.base_of_restarted = "tcp://base"
-    await loop.run()
-    diary = [entry for entry in loop.world.diary if entry[0] in ("restart", "base", "publish", "reconnect")]
-    restart = diary.index(("restart", 0))
-    assert diary[restart + 1 : restart + 3] == [("base", 0, "tcp://base"), ("reconnect", 0, "tcp://rollout-0")]
-    assert [entry[0] for entry in diary].count("base") == 1
-    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
-
-
 async def test_restarted_worker_with_another_layout_is_refused_and_the_others_commit(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make_config(num_steps=6))
     loop.max_restarts = 1
@@ -337,15 +315,6 @@ async def test_restarted_worker_with_another_layout_is_refused_and_the_others_co
     assert loop.rows[-1]["rollout/replicas_serving"] == 1
     assert [row["step"] for row in loop.rows] == list(range(7))
     assert loop.trainer.excluded[-1] == (6, [1])
-
-
-async def test_hanging_worker_is_given_up_when_it_goes_out_of_service(tmp_path: Path) -> None:
-    """A replica that fails a publish leaves a group hanging; the group is sampled on the other one."""
-    loop = Loop(tmp_path, make_config(staleness=1, num_steps=4, groups_per_step=2))
-    loop.workers[1].gate = asyncio.Event()  # never opens
-    loop.trainer.failing_replicas = {0: {1}}
-    await loop.run()
-    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
 
 
 async def test_control_without_publishing_samples_from_version_0_for_ever(tmp_path: Path) -> None:

@@ -61,19 +61,16 @@ def diary() -> Diary:
     return Diary()
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
 @pytest.mark.parametrize(("mode", "pauses"), [(SyncMode.merged, True), (SyncMode.adapter, False)])
-async def test_replicas_are_held_written_to_and_settled(diary: Diary, mode: SyncMode, pauses: bool) -> None:
-    """Groups go on during the publish of an adapter alone. A lost trainer is noticed after two deadlines:
-    2 * 60 + 60 s."""
-    diary.exclude = [1]
+async def test_replicas_are_held_written_to_and_settled(
+    diary: Diary, mode: SyncMode, pauses: bool, is_committed: bool
+) -> None:
+    """Whether or not any of them committed. Groups go on during the publish of an adapter alone. A lost trainer is
+    noticed after two deadlines: 2 * 60 + 60 s."""
+    diary.exclude, diary.is_committed = [1], is_committed
     report = await diary.publication(mode=mode).run()
     assert diary.calls == [("hold", pauses), ("publish", 180.0, [1], None), ("settle", report.replicas)]
-
-
-async def test_replicas_are_settled_also_if_none_committed(diary: Diary) -> None:
-    diary.is_committed = False
-    report = await diary.publication(timeout_s=10).run()
-    assert diary.calls[1:] == [("publish", 2 * 10 + 60.0, [], None), ("settle", report.replicas)]
 
 
 async def test_the_trainer_meets_restarted_workers_before_it_writes_and_leaves_out_those_that_it_cannot(

@@ -2,7 +2,10 @@
 
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from cases.pipeline_world import World
@@ -125,3 +128,44 @@ def test_closing_waits_for_every_write_under_way() -> None:
     closer.join()
     with lock.writing():
         pass
+
+
+def test_a_slot_whose_failed_write_is_being_closed_is_not_lost() -> None:
+    """One slot is lost, and its last lane ends while a failed write from the other one is being closed."""
+    free = FreeSlots({0: ["lost"]})
+    free.close_failed(1, "session", lambda _: free.give_back(0))
+    free.give_back(1)
+    assert free.take({}) == 1
+
+
+def test_every_write_that_could_not_be_closed_is_remembered() -> None:
+    lost: dict[int, list[str]] = {}
+    for session in "ab":
+        FreeSlots(lost).close_failed(1, session, mock.Mock(side_effect=TransferTimeout("still draining")))
+    assert lost == {1: ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("hold", "enter"),
+    [
+        (SharedLock.alone, SharedLock.writing),
+        (SharedLock.alone, SharedLock.alone),
+        (SharedLock.writing, SharedLock.alone),
+    ],
+)
+def test_whoever_closes_a_failed_write_is_alone_and_the_next_one_enters_at_once(
+    hold: Callable[[SharedLock], Any], enter: Callable[[SharedLock], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 3600.0)
+    lock, has_entered = SharedLock(), threading.Event()
+
+    def work() -> None:
+        with enter(lock):
+            has_entered.set()
+
+    other = threading.Thread(target=work, daemon=True)
+    with hold(lock):
+        other.start()
+        assert not has_entered.wait(timeout=0.2)
+    assert has_entered.wait(timeout=60)
+    other.join()

@@ -1,0 +1,215 @@
+"""A publish under way over the memory link: who waits for the device or for a link, and whose seconds are counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cases.pipeline_world import World
+from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
+
+from slipstream.weight_sync.plan.budget import NUM_SLOTS
+from slipstream.weight_sync.publish import lanes, pipeline, slot_turns
+
+pytestmark = pytest.mark.usefixtures("impatience")
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
+    """Let a publish measure its seconds with another clock."""
+    for module in (pipeline, lanes, slot_turns):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=now))
+
+
+class WatchedTransport(MemoryTransport):
+    """Slow writes, and a count of those under way whenever a session is reset, which takes an hour of its clock."""
+
+    now = 0.0
+
+    def __init__(self, fabric: MemoryFabric) -> None:
+        super().__init__(fabric)
+        self.num_writing = 0
+        self.writing_at_reset: list[int] = []
+        self._lock = threading.Lock()
+
+    def write(self, *args: Any, **kwargs: Any) -> None:
+        with self._lock:
+            self.num_writing += 1
+        try:
+            super().write(*args, **kwargs)
+        finally:
+            with self._lock:
+                self.num_writing -= 1
+
+    def reset(self, session: str) -> None:
+        self.writing_at_reset.append(self.num_writing)
+        time.sleep(0.05)  # others may come meanwhile
+        self.now += 1000.0
+        self.writing_at_reset.append(self.num_writing)
+        super().reset(session)
+
+
+def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(3, transport=WatchedTransport)
+    set_clock(monkeypatch, lambda: world.transport.now)
+    for replica in (0, 2):
+        for transport in world.sessions[replica]:
+            world.fabric.inject(transport.session, Fault(delay_s=0.1), Fault(delay_s=0.02))
+    world.fabric.inject(world.sessions[1][0].session, Fault(delay_s=0.05, refuse=True))
+    result = world.run(1)
+    assert set(world.transport.writing_at_reset) == {0}
+    assert set(result.report.errors) == {1}
+    assert world.arrived(0, 1) and world.arrived(2, 1)
+    assert (result.report.write_s[0], result.report.write_s[2]) == (0.0, 0.0)
+
+
+class Events:
+    """One device event a slot: packed once somebody has waited for it."""
+
+    def __init__(self, world: World) -> None:
+        assert world.pipeline._slots is not None
+        self.slots = world.pipeline._slots
+        self.packed = [True] * NUM_SLOTS
+        self.num_waits = 0
+        self.is_waiting = threading.Event()
+        self.may_end = threading.Event()
+        self.may_end.set()
+        events: Any = [self.Event(self, slot) for slot in range(NUM_SLOTS)]
+        self.slots._ready = events
+
+    class Event:
+        def __init__(self, of: Events, slot: int) -> None:
+            self.of, self.slot = of, slot
+
+        def record(self) -> None:
+            self.of.packed[self.slot] = False
+
+        def synchronize(self) -> None:
+            self.of.num_waits += 1
+            self.of.is_waiting.set()
+            assert self.of.may_end.wait(timeout=60)
+            self.of.packed[self.slot] = True
+
+    def slot_of(self, address: int) -> int:
+        starts = [slot.data_ptr() for slot in self.slots._slots]
+        return next(i for i, start in enumerate(starts) if start <= address < start + self.slots._slots[i].numel())
+
+
+class AfterPacking(MemoryTransport):
+    """Notes of each write whether its slot was packed."""
+
+    events: Events
+    wrote_packed: list[bool]
+
+    def write(self, session: str, src_ptrs: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        self.wrote_packed += [self.events.packed[self.events.slot_of(address)] for address in src_ptrs]
+        super().write(session, src_ptrs, *args, **kwargs)
+
+
+def packing_world() -> tuple[World, Events]:
+    world = World(2, transport=AfterPacking)
+    world.transport.events, world.transport.wrote_packed = Events(world), []
+    return world, world.transport.events
+
+
+def test_nothing_is_written_before_the_device_has_packed_it() -> None:
+    world, events = packing_world()
+    for version in (1, 2):
+        assert world.run(version).report.errors == {}
+        assert world.arrived(0, version) and world.arrived(1, version)
+    assert world.transport.wrote_packed and all(world.transport.wrote_packed)
+    assert events.num_waits == 2 * len(world.pipeline.loads), "one lane asks the device, the others wait for it"
+
+
+def test_seconds_of_waiting_for_the_device_are_of_packing_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load takes a second of its lane's time, and nothing takes any of the others'."""
+    world, events = packing_world()
+    clock = threading.local()
+    set_clock(monkeypatch, lambda: getattr(clock, "now", 0.0))
+    wait = Events.Event.synchronize
+
+    def second(event: Events.Event) -> None:
+        wait(event)
+        clock.now = getattr(clock, "now", 0.0) + 1.0
+
+    monkeypatch.setattr(Events.Event, "synchronize", second)
+    report = world.run(1).report
+    assert report.prepare_s == events.num_waits == len(world.pipeline.loads)
+
+
+def test_a_lane_waits_while_another_one_asks_the_device() -> None:
+    world, events = packing_world()
+    events.may_end.clear()
+    running = threading.Thread(target=world.run, args=(1,))
+    running.start()
+    assert events.is_waiting.wait(timeout=60)
+    assert not world.transport.wrote_packed
+    time.sleep(0.05)  # a lane that does not wait writes by now; nothing fails where it is late
+    assert not world.transport.wrote_packed
+    events.may_end.set()
+    running.join(timeout=60)
+    assert all(world.transport.wrote_packed) and world.arrived(1, 1)
+
+
+class ClockedTransport(MemoryTransport):
+    """Each write takes two seconds of a clock that nothing else moves."""
+
+    now = 1000.0
+
+    def __init__(self, fabric: MemoryFabric) -> None:
+        super().__init__(fabric)
+        self.timeouts: list[float] = []
+
+    def write(self, *args: Any, timeout_s: float) -> None:
+        self.timeouts.append(timeout_s)
+        self.now += 2.0
+        super().write(*args, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("budget_s", [100.0, 5.0])
+def test_all_writes_to_a_rank_share_one_deadline(monkeypatch: pytest.MonkeyPatch, budget_s: float) -> None:
+    """Each has what the ones before have left, down to nothing; and their seconds are in the report."""
+    world = World(transport=ClockedTransport)
+    set_clock(monkeypatch, lambda: world.transport.now)
+    dest, binding = world.bindings().popitem()
+    world.budgets_s = {dest[0]: budget_s}
+    result = world.run(1, {dest: binding})
+    num_writes = len(world.transport.timeouts)
+    assert num_writes > 2
+    assert world.transport.timeouts == [max(budget_s - 2.0 * number, 0.0) for number in range(num_writes)]
+    assert result.report.write_s == {0: 2.0 * num_writes}
+    assert result.report.busy_write_s == 2.0 * num_writes
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_the_seconds_of_a_replica_are_those_of_its_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch, slow_rank: int
+) -> None:
+    """Two lanes: a load goes to one rank, or to both; each write takes its rank as many seconds as it has bytes, and
+    one of the ranks three times as long."""
+    world = World()
+    slow_session = world.sessions[0][slow_rank].session
+    per_thread = threading.local()
+    spent: Counter[str] = Counter()
+    num_bytes: list[int] = []
+    write = world.transport.write
+
+    def timed(session: str, src: Any, dst: Any, sizes: Sequence[int], *, timeout_s: float) -> None:
+        assert timeout_s == 10_000 - spent[session]
+        write(session, src, dst, sizes, timeout_s=timeout_s)
+        seconds = sum(sizes) * (3 if session == slow_session else 1)
+        spent[session] += seconds
+        num_bytes.append(sum(sizes))
+        per_thread.now = getattr(per_thread, "now", 0.0) + seconds
+
+    world.transport.write = timed
+    world.budgets_s = {0: 10_000.0}
+    set_clock(monkeypatch, lambda: getattr(per_thread, "now", 0.0))
+    report = world.run(1).report
+    assert report.errors == {}
+    assert report.write_s == {0: max(spent.values())}
+    assert report.num_bytes == sum(num_bytes)
