@@ -17,7 +17,8 @@ from fakes.vllm_layout import engine_layouts
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, SpreadReader, draw_b, trainer_config
+from cases.tiny_configs import DEEPSEEK, DENSE, GPT_OSS, MOE
+from cases.tiny_models import SpreadReader, draw_b, trainer_config
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import RemoteMerge, TrainMode, WeightSyncConfig
 from slipstream.trainer.delivery.delivery import Delivery

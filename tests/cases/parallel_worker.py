@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cases.processes import run_processes
-from cases.tiny_models import MIXED, base_logits_of, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
+from cases.tiny_configs import MIXED
+from cases.tiny_models import base_logits_of, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Activations, LoraConfig, NumericsConfig, TrainMode
 from slipstream.trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged

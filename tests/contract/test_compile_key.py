@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 from cases.only_compiles import OnlyCompiles, only_allocate
-from cases.tiny_models import MIXED
+from cases.tiny_configs import MIXED
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 from cases.environment_of_a_child import written_environment
-from cases.tiny_models import DENSE
+from cases.tiny_configs import DENSE
 from cases.vllm_process import import_path
 
 from slipstream.rollout.in_vllm.fork_server import ForkContext

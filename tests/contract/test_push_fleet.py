@@ -15,7 +15,8 @@ import pytest
 import torch
 from cases.held_port import held_port
 from cases.pushing import SMALL, command, environment, held
-from cases.tiny_models import DENSE, hf_model
+from cases.tiny_configs import DENSE
+from cases.tiny_models import hf_model
 from fakes.vllm_oracle import vllm_loads
 
 from slipstream.conf.load import load_run_config

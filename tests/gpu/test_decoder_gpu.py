@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 from cases.parallel_worker import Scenario, join_again, reference, run_ranks
-from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
+from cases.tiny_configs import MIXED
+from cases.tiny_models import logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.jit import JITFunction
 

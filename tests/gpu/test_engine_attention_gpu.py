@@ -5,17 +5,8 @@ Values and gradients against plain products in float64.
 
 import pytest
 import torch
-from cases.tiny_models import (
-    DENSE,
-    GPT_OSS,
-    by_place,
-    logits_of,
-    make_decoder,
-    packed,
-    probe_loss,
-    relative_error,
-    trainer_config,
-)
+from cases.tiny_configs import DENSE, GPT_OSS
+from cases.tiny_models import by_place, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.tiny_models import MOE
+from cases.tiny_configs import MOE
 from torch import Tensor
 
 from slipstream.conf.architecture.activation import SWIGLU

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from cases.processes import run_processes
-from cases.tiny_models import DEEPSEEK, MIXED, MOE, relative_error
+from cases.tiny_configs import DEEPSEEK, MIXED, MOE
+from cases.tiny_models import relative_error
 from torch.distributed.tensor import DTensor
 
 from slipstream.conf.schema import (

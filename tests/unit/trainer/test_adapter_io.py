@@ -7,37 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import (
-    DEEPSEEK,
-    DEEPSEEK_V32,
-    DENSE,
-    GEMMA3,
-    GEMMA4,
-    GEMMA4_MOE,
-    GLM,
-    GLM_DSA,
-    GLM_LITE,
-    GPT_OSS,
-    LLAMA,
-    MINIMAX,
-    MISTRAL,
-    MIXED,
-    MIXTRAL,
-    MOE,
-    OLMOE,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
-    hf_logits,
-    hf_model,
-    logits_of,
-    make_decoder,
-    packed,
-    relative_error,
-    trainer_config,
-)
+from cases.tiny_configs import BY_FAMILY, DEEPSEEK, DENSE, GEMMA4_MOE, GPT_OSS, MIXED, MOE
+from cases.tiny_models import hf_logits, hf_model, logits_of, make_decoder, packed, relative_error, trainer_config
 from safetensors.torch import load_file, save_file
 
 import slipstream.trainer.adapter_io as adapter_io
@@ -46,12 +17,7 @@ from slipstream.trainer.adapter_io import load_adapter, save_adapter, save_merge
 from slipstream.trainer.errors import CheckpointError
 
 TIED = {**DENSE, "tie_word_embeddings": True}
-FAMILIES = {
-    "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
-    "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "minimax": MINIMAX, "qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE,
-    "deepseek_v32": DEEPSEEK_V32, "glm_dsa": GLM_DSA, "gemma3": GEMMA3, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE,
-}  # fmt: skip
+FAMILIES = BY_FAMILY | {"qwen3": TIED}
 
 
 def peft_logits(hf_config, folder, batch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases.eager_pass import EagerGraphs
 from cases.rank_helpers import MOE_CONFIG, VOCAB, count, fill_adapters, join_ranks, local_gradients, make_rank, spawn
-from cases.tiny_models import DEEPSEEK, DENSE, GEMMA3, MISTRAL
+from cases.tiny_configs import DEEPSEEK, DENSE, GEMMA3, MISTRAL
 
 from slipstream.conf.schema import AlgorithmConfig, Normalization, TrainMode
 from slipstream.trainer.model import context, shard_decoder

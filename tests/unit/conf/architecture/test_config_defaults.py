@@ -4,28 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases.tiny_models import (
-    DEEPSEEK,
-    DEEPSEEK_V32,
-    DENSE,
-    GEMMA3,
-    GEMMA4_MOE,
-    GLM,
-    GLM_DSA,
-    GLM_LITE,
-    GPT_OSS,
-    LLAMA,
-    MINIMAX,
-    MISTRAL,
-    MIXTRAL,
-    MOE,
-    OLMOE,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
-)
+from cases.tiny_configs import BY_FAMILY, MOE
 from transformers import AutoConfig
 
 from slipstream.conf.architecture.families import FAMILIES, read_config
@@ -33,13 +12,7 @@ from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.spelling import AskedConfig
 from slipstream.conf.errors import ConfigError
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    config["model_type"]: config
-    for config in (
-        *(DENSE, MOE, QWEN2, QWEN2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, MISTRAL, MIXTRAL, OLMOE),
-        *(GLM, GLM_LITE, GPT_OSS, MINIMAX, DEEPSEEK, DEEPSEEK_V32, GLM_DSA, GEMMA3, GEMMA4_MOE),
-    )
-}
+CONFIGS: dict[str, dict[str, Any]] = {config["model_type"]: config for config in (*BY_FAMILY.values(), MOE)}
 NEUTRAL = {
     *("_name_or_path", "architectures", "dtype", "problem_type", "transformers_version", "id2label", "label2id"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "is_encoder_decoder", "chunk_size_feed_forward"),

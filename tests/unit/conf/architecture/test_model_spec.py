@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cases.tiny_models import (
+from cases.tiny_configs import (
+    BY_FAMILY,
     DEEPSEEK,
     DEEPSEEK_V32,
     DENSE,
@@ -22,7 +23,6 @@ from cases.tiny_models import (
     LLAMA,
     MINIMAX,
     MISTRAL,
-    MIXED,
     MIXTRAL,
     MOE,
     OLMOE,
@@ -32,8 +32,8 @@ from cases.tiny_models import (
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
-    make_decoder,
 )
+from cases.tiny_models import make_decoder
 from transformers import AutoConfig
 
 from slipstream.conf.architecture import families
@@ -46,31 +46,7 @@ from slipstream.trainer.weights.shards import local_shards
 
 
 @pytest.mark.parametrize(
-    "hf_config",
-    [
-        DENSE,
-        MOE,
-        MIXED,
-        DEEPSEEK,
-        DEEPSEEK_V32,
-        LLAMA,
-        GLM,
-        GLM_LITE,
-        MINIMAX,
-        GPT_OSS,
-        QWEN2,
-        MISTRAL,
-        MIXTRAL,
-        QWEN2_MOE,
-        GEMMA3,
-        GEMMA4,
-        GEMMA4_MOE,
-        QWEN3_5,
-        QWEN3_5_MOE,
-        QWEN3_NEXT,
-        OLMOE,
-        {**DENSE, "tie_word_embeddings": True, "attention_bias": True},
-    ],
+    "hf_config", [*BY_FAMILY.values(), MOE, {**DENSE, "tie_word_embeddings": True, "attention_bias": True}]
 )
 def test_the_model_holds_exactly_the_checkpoints_tensors(hf_config):
     spec = read_config(hf_config)

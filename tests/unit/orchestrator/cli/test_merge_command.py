@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 from cases.largest_file import largest_file
-from cases.tiny_models import DENSE, hf_logits, logits_of, make_decoder, packed, relative_error, trainer_config
+from cases.tiny_configs import DENSE
+from cases.tiny_models import hf_logits, logits_of, make_decoder, packed, relative_error, trainer_config
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import LoraConfig

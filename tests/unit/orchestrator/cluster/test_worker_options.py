@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MIXED
+from cases.tiny_configs import DEEPSEEK, DENSE, GPT_OSS, MIXED
 
 from slipstream.conf.schema import ParityConfig, RunConfig
 from slipstream.orchestrator.cluster.rollout_workers import routing_shape

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import DENSE, make_decoder
+from cases.tiny_configs import DENSE
+from cases.tiny_models import make_decoder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.tiny_models import GPT_OSS
+from cases.tiny_configs import GPT_OSS
 from safetensors.numpy import save_file
 
 from slipstream.conf.architecture.families import read_config

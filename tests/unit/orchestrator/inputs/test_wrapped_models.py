@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import (
-    DEEPSEEK,
-    GEMMA3,
-    GEMMA4_MOE,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    hf_logits,
-    logits_of,
-    make_decoder,
-    packed,
-    relative_error,
-)
+from cases.tiny_configs import DEEPSEEK, GEMMA3, GEMMA4_MOE, QWEN3_5, QWEN3_5_MOE
+from cases.tiny_models import hf_logits, logits_of, make_decoder, packed, relative_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText

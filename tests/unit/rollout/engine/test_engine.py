@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from cases.tiny_models import GEMMA4
+from cases.tiny_configs import GEMMA4
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig

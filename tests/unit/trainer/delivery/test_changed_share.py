@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases.rank_helpers import MOE_CONFIG, count, make_rank, make_samples
-from cases.tiny_models import GPT_OSS, MOE
+from cases.tiny_configs import GPT_OSS, MOE
 
 from slipstream.conf.schema import DType, OptimConfig, TrainMode
 from slipstream.trainer.delivery import changed_share

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases.tiny_models import MOE, trainer_config
+from cases.tiny_configs import MOE
+from cases.tiny_models import trainer_config
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.vllm_layout import engine_layouts
 

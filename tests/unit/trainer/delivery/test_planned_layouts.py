@@ -9,23 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cases import tiny_configs as tiny
 from cases.rank_helpers import spawn
-from cases.tiny_models import (
-    DEEPSEEK,
-    DENSE,
-    GEMMA4_MOE,
-    GPT_OSS,
-    GPT_OSS_MXFP4,
-    KIMI_INT4,
-    MIXED,
-    MIXTRAL,
-    MOE,
-    QWEN2_MOE,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
-    make_decoder,
-    trainer_config,
-)
+from cases.tiny_models import make_decoder, trainer_config
 from torch.distributed.tensor import DTensor
 
 from slipstream.conf.architecture.families import read_config
@@ -44,23 +30,23 @@ from slipstream.trainer.weights.shards import HeldTensor, local_shards
 from slipstream.weight_sync.layout import SourceLayout
 from slipstream.weight_sync.merging.factors import factor_tensors
 
-ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
+ODD = {**tiny.MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
 """Rows and experts that do not divide evenly."""
-SEVEN = {**MOE, "num_experts": 7}
+SEVEN = {**tiny.MOE, "num_experts": 7}
 """Experts that two ep_ranks cannot share evenly."""
 MODELS = {
-    "dense": DENSE,
-    "moe": MOE,
-    "mixed": MIXED,
+    "dense": tiny.DENSE,
+    "moe": tiny.MOE,
+    "mixed": tiny.MIXED,
     "odd": ODD,
     "seven": SEVEN,
-    "deepseek": DEEPSEEK,
-    "qwen3_5_moe": QWEN3_5_MOE,
-    "qwen3_next": QWEN3_NEXT,
-    "gpt_oss": GPT_OSS,
-    "gemma4_moe": GEMMA4_MOE,
-    "mixtral": MIXTRAL,
-    "qwen2_moe": QWEN2_MOE,
+    "deepseek": tiny.DEEPSEEK,
+    "qwen3_5_moe": tiny.QWEN3_5_MOE,
+    "qwen3_next": tiny.QWEN3_NEXT,
+    "gpt_oss": tiny.GPT_OSS,
+    "gemma4_moe": tiny.GEMMA4_MOE,
+    "mixtral": tiny.MIXTRAL,
+    "qwen2_moe": tiny.QWEN2_MOE,
 }
 
 
@@ -201,7 +187,7 @@ def test_one_rank_holds_what_was_foretold(model, mode):
     )
 
 
-@pytest.mark.parametrize("hf_config", [KIMI_INT4, GPT_OSS_MXFP4], ids=["int4", "mxfp4"])
+@pytest.mark.parametrize("hf_config", [tiny.KIMI_INT4, tiny.GPT_OSS_MXFP4], ids=["int4", "mxfp4"])
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_packed_experts_are_counted_as_stored_with_two_layers_unpacked(hf_config, ep_size):
     trainer = trainer_config(num_ranks=2, ep_size=ep_size)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from cases.rank_helpers import make_rank
-from cases.tiny_models import MOE
+from cases.tiny_configs import MOE
 
 from slipstream.conf.schema import DType, MergeRounding, TrainMode, WeightSyncConfig
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource

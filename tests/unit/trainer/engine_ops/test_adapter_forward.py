@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases.tiny_configs import DENSE, MIXED, MOE
 from cases.tiny_models import (
-    DENSE,
-    MIXED,
-    MOE,
     base_logits_of,
     logits_of,
     logprob_gradients,

@@ -6,7 +6,8 @@ return the sums that a kernel returns.
 
 import pytest
 import torch
-from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, by_place, logits_of, make_decoder, packed, trainer_config
+from cases.tiny_configs import DEEPSEEK, DENSE, GPT_OSS
+from cases.tiny_models import by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
 from slipstream.conf.architecture.families import read_config

@@ -5,10 +5,8 @@ Here the operations are plain torch; vLLM's own are compared with an engine in t
 
 import pytest
 import torch
+from cases.tiny_configs import DENSE, MIXED, MOE
 from cases.tiny_models import (
-    DENSE,
-    MIXED,
-    MOE,
     base_logits_of,
     logits_of,
     logprob_gradients,

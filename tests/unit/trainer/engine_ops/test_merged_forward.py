@@ -2,19 +2,8 @@
 
 import pytest
 import torch
-from cases.tiny_models import (
-    DEEPSEEK,
-    DENSE,
-    GLM,
-    GPT_OSS,
-    MOE,
-    base_logits_of,
-    logits_of,
-    make_decoder,
-    packed,
-    probe_loss,
-    relative_error,
-)
+from cases.tiny_configs import DEEPSEEK, DENSE, GLM, GPT_OSS, MOE
+from cases.tiny_models import base_logits_of, logits_of, make_decoder, packed, probe_loss, relative_error
 from torch import Tensor
 
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, by_place, logits_of, make_decoder, packed, trainer_config
+from cases.tiny_configs import DEEPSEEK, DENSE, GPT_OSS, MOE
+from cases.tiny_models import by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
 from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, GELU_TANH, SWIGLU

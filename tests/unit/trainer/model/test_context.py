@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cases.tiny_models import DEEPSEEK_V32, GPT_OSS, QWEN3_NEXT
+from cases.tiny_configs import DEEPSEEK_V32, GPT_OSS, QWEN3_NEXT
 from hypothesis import given, strategies as st
 
 from slipstream.conf.architecture.families import read_config

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases.tiny_models import DEEPSEEK, GPT_OSS, MIXED, MOE, make_decoder, packed, relative_error
+from cases.tiny_configs import DEEPSEEK, GPT_OSS, MIXED, MOE
+from cases.tiny_models import make_decoder, packed, relative_error
 from hypothesis import given, strategies as st
 
 from slipstream.trainer.model import graphs as graphs_module

@@ -13,7 +13,8 @@ from weakref import WeakSet
 import pytest
 import torch
 from cases.rank_helpers import count, make_rank, make_samples, trained
-from cases.tiny_models import DEEPSEEK, GPT_OSS, MIXED, MOE, logits_of, make_decoder, packed, probe_loss, trainer_config
+from cases.tiny_configs import DEEPSEEK, GPT_OSS, MIXED, MOE
+from cases.tiny_models import logits_of, make_decoder, packed, probe_loss, trainer_config
 from torch import Tensor
 
 from slipstream.conf.schema import Activations

@@ -2,29 +2,9 @@
 
 import pytest
 import torch
+from cases.tiny_configs import BY_FAMILY
 from cases.tiny_models import (
     AS_TRANSFORMERS,
-    DEEPSEEK,
-    DEEPSEEK_V32,
-    DENSE,
-    GEMMA3,
-    GEMMA4,
-    GEMMA4_MOE,
-    GLM,
-    GLM_DSA,
-    GLM_LITE,
-    GPT_OSS,
-    LLAMA,
-    MINIMAX,
-    MISTRAL,
-    MIXED,
-    MIXTRAL,
-    OLMOE,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
     hf_logits,
     hf_model,
     logits_of,
@@ -42,14 +22,13 @@ from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.step.optim import ShardedAdamW, TrainableShard
 from slipstream.trainer.weights.fused_experts import interleave
 
-MODELS = {
-    "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
-    "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "minimax": MINIMAX, "qwen3_5": QWEN3_5, "gemma3": GEMMA3, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE,
-    "deepseek_v32": DEEPSEEK_V32, "glm_dsa": GLM_DSA,
-    "qwen3_next": {**QWEN3_NEXT, "num_experts_per_tok": 8},  # another route in bfloat16 would hide the rest
-    "qwen3_5_moe": {**QWEN3_5_MOE, "num_experts_per_tok": 6},
-}  # fmt: skip
+MODELS = BY_FAMILY | {
+    "qwen3_next": {
+        **BY_FAMILY["qwen3_next"],
+        "num_experts_per_tok": 8,
+    },  # another route in bfloat16 would hide the rest
+    "qwen3_5_moe": {**BY_FAMILY["qwen3_5_moe"], "num_experts_per_tok": 6},
+}
 LR = 0.01
 
 

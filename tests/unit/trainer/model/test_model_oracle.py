@@ -4,31 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import tiny_configs as tiny
 from cases.tiny_models import (
-    COMMON,
-    DEEPSEEK,
-    DEEPSEEK_V32,
-    DENSE,
-    GEMMA3,
-    GEMMA4,
-    GEMMA4_MOE,
-    GLM,
-    GLM_DSA,
-    GLM_LITE,
-    GPT_OSS,
     LENGTHS,
-    LLAMA,
-    MINIMAX,
-    MISTRAL,
-    MIXED,
-    MIXTRAL,
-    MOE,
-    OLMOE,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
     gradients_under_checkpoint_names,
     hf_logits,
     hf_model,
@@ -46,87 +24,73 @@ from slipstream.trainer.kernels import delta_rule
 from slipstream.trainer.model.attention import delta_net
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
-CONFIGS = {
-    "dense": DENSE,
-    "dense_tied": {**DENSE, "tie_word_embeddings": True},
-    "dense_bias": {**DENSE, "attention_bias": True},
-    "dense_one_kv_head_and_theta_5e5": {**DENSE, "num_key_value_heads": 1, "rope_theta": 5e5},
+CONFIGS = tiny.BY_FAMILY | {
+    "dense_tied": {**tiny.DENSE, "tie_word_embeddings": True},
+    "dense_bias": {**tiny.DENSE, "attention_bias": True},
+    "dense_one_kv_head_and_theta_5e5": {**tiny.DENSE, "num_key_value_heads": 1, "rope_theta": 5e5},
     "dense_rope_parameters": {
-        **DENSE,
+        **tiny.DENSE,
         "rope_theta": 1.0,
         "rope_parameters": {"rope_theta": 3e4, "rope_type": "default"},
     },
-    "moe": MOE,
-    "moe_not_renormalized": {**MOE, "norm_topk_prob": False},
-    "moe_tied_top_3_of_5": {**MOE, "tie_word_embeddings": True, "num_experts": 5, "num_experts_per_tok": 3},
-    "moe_with_a_dense_layer": MIXED,
-    "deepseek": DEEPSEEK,
+    "moe": tiny.MOE,
+    "moe_not_renormalized": {**tiny.MOE, "norm_topk_prob": False},
+    "moe_tied_top_3_of_5": {**tiny.MOE, "tie_word_embeddings": True, "num_experts": 5, "num_experts_per_tok": 3},
     "deepseek_without_q_lora_groups_and_yarn": {
-        **{key: value for key, value in DEEPSEEK.items() if key not in ("q_lora_rank", "rope_scaling")},
+        **{key: value for key, value in tiny.DEEPSEEK.items() if key not in ("q_lora_rank", "rope_scaling")},
         "q_lora_rank": None,
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": False,
     },
-    "deepseek_v32": DEEPSEEK_V32,
-    "deepseek_v32_all_keys": {**DEEPSEEK_V32, "index_topk": max(LENGTHS)},
-    "deepseek_v32_one_key": {**DEEPSEEK_V32, "index_topk": 1},
-    "glm_dsa": GLM_DSA,
-    "llama": LLAMA,
+    "deepseek_v32_all_keys": {**tiny.DEEPSEEK_V32, "index_topk": max(LENGTHS)},
+    "deepseek_v32_one_key": {**tiny.DEEPSEEK_V32, "index_topk": 1},
     "llama_plain_tied_bias": {
-        **{key: value for key, value in LLAMA.items() if key != "rope_scaling"},
+        **{key: value for key, value in tiny.LLAMA.items() if key != "rope_scaling"},
         "tie_word_embeddings": True,
         "attention_bias": True,
     },
-    "glm": GLM,
-    "glm_without_norms_and_bias": {**GLM, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0},
-    "glm_lite": GLM_LITE,
+    "glm_without_norms_and_bias": {
+        **tiny.GLM,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "partial_rotary_factor": 1.0,
+    },
     "glm_lite_without_q_lora": {
-        **GLM_LITE,
+        **tiny.GLM_LITE,
         "q_lora_rank": None,
         "norm_topk_prob": False,
         "n_group": 4,
         "topk_group": 2,
     },
-    "gemma3": GEMMA3,
-    "gemma3_one_kv_head_untied": {**GEMMA3, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    "gemma3_one_kv_head_untied": {**tiny.GEMMA3, "num_key_value_heads": 1, "tie_word_embeddings": False},
     "gemma3_rope_parameters": {
-        **{key: value for key, value in GEMMA3.items() if key not in ("rope_scaling", "layer_types")},
+        **{key: value for key, value in tiny.GEMMA3.items() if key not in ("rope_scaling", "layer_types")},
         "sliding_window_pattern": 2,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
         },
     },
-    "gemma4": GEMMA4,
-    "gemma4_moe": GEMMA4_MOE,
     "gemma4_own_values_default_rope_no_cap": {
-        **GEMMA4,
+        **tiny.GEMMA4,
         "attention_k_eq_v": False,
         "final_logit_softcapping": None,
-        "rope_parameters": {kind: {"rope_theta": 2e3, "rope_type": "default"} for kind in GEMMA4["rope_parameters"]},
+        "rope_parameters": {
+            kind: {"rope_theta": 2e3, "rope_type": "default"} for kind in tiny.GEMMA4["rope_parameters"]
+        },
     },
-    "qwen3_5": QWEN3_5,
-    "qwen3_5_moe": QWEN3_5_MOE,
-    "qwen3_next": QWEN3_NEXT,
     "qwen3_next_one_group": {
-        **QWEN3_NEXT,
+        **tiny.QWEN3_NEXT,
         "linear_num_key_heads": 4,
         "linear_conv_kernel_dim": 2,
         "mlp_only_layers": [],
     },
-    "minimax": MINIMAX,
-    "minimax_whole_rope": {**MINIMAX, "rotary_dim": 20, "num_key_value_heads": 1},
-    "gpt_oss": GPT_OSS,
-    "qwen2": QWEN2,
-    "qwen2_tied": {**QWEN2, "tie_word_embeddings": True},
-    "mistral": MISTRAL,
-    "mistral_without_window": {**MISTRAL, "sliding_window": None},
-    "mixtral": MIXTRAL,
-    "qwen2_moe": QWEN2_MOE,
-    "qwen2_moe_normalized": {**QWEN2_MOE, "norm_topk_prob": True},
-    "olmoe": OLMOE,
-    "deepseek_two_shared": {**DEEPSEEK, "n_shared_experts": 2},
+    "minimax_whole_rope": {**tiny.MINIMAX, "rotary_dim": 20, "num_key_value_heads": 1},
+    "qwen2_tied": {**tiny.QWEN2, "tie_word_embeddings": True},
+    "mistral_without_window": {**tiny.MISTRAL, "sliding_window": None},
+    "qwen2_moe_normalized": {**tiny.QWEN2_MOE, "norm_topk_prob": True},
+    "deepseek_two_shared": {**tiny.DEEPSEEK, "n_shared_experts": 2},
 }
 FULL = trainer_config(TrainMode.full, train_router=True)
 
@@ -148,13 +112,9 @@ def test_logits_and_every_gradient_match_transformers(name):
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dense", "moe", "deepseek", "glm", "glm_lite", "gpt_oss", "mistral", "qwen2_moe", "olmoe", "minimax", "qwen3_next",
-     "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4_moe", "deepseek_v32", "glm_dsa"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", tiny.BY_FAMILY)
 def test_packed_equals_unpacked(name):
-    decoder = make_decoder(CONFIGS[name])
+    decoder = make_decoder(tiny.BY_FAMILY[name])
     token_ids, positions, cu_seqlens = batch = packed()
     together = logits_of(decoder, batch)
     alone = [
@@ -166,7 +126,9 @@ def test_packed_equals_unpacked(name):
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
 @pytest.mark.parametrize(
-    "hf_config", [MIXED, GEMMA3, GEMMA4_MOE, DEEPSEEK_V32], ids=["moe", "gemma3", "gemma4_moe", "deepseek_v32"]
+    "hf_config",
+    [tiny.MIXED, tiny.GEMMA3, tiny.GEMMA4_MOE, tiny.DEEPSEEK_V32],
+    ids=["moe", "gemma3", "gemma4_moe", "deepseek_v32"],
 )
 def test_recomputation_changes_no_bit(hf_config, mode):
     batch = packed()
@@ -184,29 +146,13 @@ def test_recomputation_changes_no_bit(hf_config, mode):
     assert all(torch.equal(grads_on[name], grads_off[name]) for name in grads_on)
 
 
-@pytest.mark.parametrize(
-    "hf_config",
-    [DENSE, MIXED, DEEPSEEK, DEEPSEEK_V32, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT, QWEN3_5, GEMMA3, GEMMA4_MOE],
-    ids=[
-        "dense",
-        "moe",
-        "deepseek",
-        "v32",
-        "gpt_oss",
-        "qwen2_moe",
-        "olmoe",
-        "qwen3_next",
-        "qwen3_5",
-        "gemma3",
-        "gemma4_moe",
-    ],
-)
+@pytest.mark.parametrize("hf_config", tiny.BY_FAMILY.values(), ids=tiny.BY_FAMILY)
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
         decoder = make_decoder(hf_config, trainer_config(mode))
         batch = packed(())
         logits = logits_of(decoder, batch)
-        assert logits.shape == (0, COMMON["vocab_size"])
+        assert logits.shape == (0, tiny.COMMON["vocab_size"])
         logits.sum().backward()
         for name, parameter in decoder.named_parameters():
             if parameter.requires_grad:
@@ -216,14 +162,14 @@ def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
 
 def test_a_wrong_rope_base_or_eps_is_seen_by_the_oracle():
     batch = packed()
-    expected = hf_logits(hf_model(DENSE), batch)
+    expected = hf_logits(hf_model(tiny.DENSE), batch)
     for wrong in ({"rope_theta": 9000.0}, {"rms_norm_eps": 1e-3}):
-        assert relative_error(logits_of(make_decoder({**DENSE, **wrong}, FULL), batch), expected) > 1e-4
+        assert relative_error(logits_of(make_decoder({**tiny.DENSE, **wrong}, FULL), batch), expected) > 1e-4
 
 
 DEEPSEEK_MISTAKES = {
     "no shared expert": {"n_shared_experts": 0},
-    "no mscale": {"rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": None, "mscale_all_dim": None}},
+    "no mscale": {"rope_scaling": {**tiny.DEEPSEEK["rope_scaling"], "mscale": None, "mscale_all_dim": None}},
     "no YaRN": {"rope_scaling": None},
     "groups": {"n_group": 1, "topk_group": 1},
     "routing scale": {"routed_scaling_factor": 1.0},
@@ -233,52 +179,52 @@ DEEPSEEK_MISTAKES = {
 @pytest.mark.parametrize("mistake", DEEPSEEK_MISTAKES)
 def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
     batch = packed()
-    wrong = make_decoder({**DEEPSEEK, **DEEPSEEK_MISTAKES[mistake]}, FULL, mla_norm_eps=MlaNormEps.hf)
-    assert relative_error(logits_of(wrong, batch), hf_logits(hf_model(DEEPSEEK), batch)) > 1e-4
+    wrong = make_decoder({**tiny.DEEPSEEK, **DEEPSEEK_MISTAKES[mistake]}, FULL, mla_norm_eps=MlaNormEps.hf)
+    assert relative_error(logits_of(wrong, batch), hf_logits(hf_model(tiny.DEEPSEEK), batch)) > 1e-4
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        (MISTRAL, {"sliding_window": 5}),
-        (MISTRAL, {"sliding_window": None}),
-        (MIXTRAL, {"rope_theta": 10000.0}),
-        (QWEN2_MOE, {"norm_topk_prob": True}),
-        (QWEN2_MOE, {"mlp_only_layers": [2]}),
-        (LLAMA, {"rope_scaling": None}),
-        (LLAMA, {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 2.0}}),
-        (GLM, {"partial_rotary_factor": 1.0}),
-        (GLM, {"n_shared_experts": 0}),
-        (GLM, {"use_qk_norm": False}),
-        (GLM_LITE, {"routed_scaling_factor": 1.0}),
-        (GLM_LITE, {"n_shared_experts": 0}),
-        (GLM_LITE, {"rope_theta": 10000.0}),
-        (DEEPSEEK_V32, {"index_topk": 6}),
-        (DEEPSEEK_V32, {"model_type": "glm_moe_dsa", "indexer_rope_interleave": True}),
-        (GLM_DSA, {"model_type": "deepseek_v32", "indexer_rope_interleave": False}),
-        (GLM_DSA, {"norm_topk_prob": False}),
-        (QWEN3_NEXT, {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}),
-        (QWEN3_NEXT, {"norm_topk_prob": False}),
-        (QWEN3_NEXT, {"partial_rotary_factor": 0.5}),
-        (QWEN3_5_MOE, {"rope_parameters": {"rope_theta": 1e4}}),
-        (QWEN3_5_MOE, {"linear_num_key_heads": 4, "linear_key_head_dim": 6}),
-        (GEMMA3, {"query_pre_attn_scalar": 20}),
-        (GEMMA3, {"layer_types": ["sliding_attention"] * 3}),
-        (GEMMA3, {"sliding_window": 5}),
-        (GEMMA3, {"rope_local_base_freq": 1e6}),
-        (GEMMA3, {"rope_scaling": None}),
-        (GEMMA4, {"final_logit_softcapping": 3.0}),
-        (GEMMA4, {"sliding_window": 5}),
-        (GEMMA4_MOE, {"top_k_experts": 2}),
-        (GEMMA4, {"rope_parameters": {**GEMMA4["rope_parameters"], "full_attention": {"rope_theta": 5e4}}}),
-        (MINIMAX, {"rotary_dim": 20}),
-        (MINIMAX, {"rope_theta": 10000.0}),
-        (MINIMAX, {"num_experts_per_tok": 2}),
-        (GLM_LITE, {"norm_topk_prob": False}),
-        (GPT_OSS, {"sliding_window": 5}),
-        (GPT_OSS, {"swiglu_limit": 7.0}),
-        (GPT_OSS, {"swiglu_alpha": 1.0}),
-        (GPT_OSS, {"rope_scaling": {**GPT_OSS["rope_scaling"], "truncate": True}}),
+        (tiny.MISTRAL, {"sliding_window": 5}),
+        (tiny.MISTRAL, {"sliding_window": None}),
+        (tiny.MIXTRAL, {"rope_theta": 10000.0}),
+        (tiny.QWEN2_MOE, {"norm_topk_prob": True}),
+        (tiny.QWEN2_MOE, {"mlp_only_layers": [2]}),
+        (tiny.LLAMA, {"rope_scaling": None}),
+        (tiny.LLAMA, {"rope_scaling": {**tiny.LLAMA["rope_scaling"], "low_freq_factor": 2.0}}),
+        (tiny.GLM, {"partial_rotary_factor": 1.0}),
+        (tiny.GLM, {"n_shared_experts": 0}),
+        (tiny.GLM, {"use_qk_norm": False}),
+        (tiny.GLM_LITE, {"routed_scaling_factor": 1.0}),
+        (tiny.GLM_LITE, {"n_shared_experts": 0}),
+        (tiny.GLM_LITE, {"rope_theta": 10000.0}),
+        (tiny.DEEPSEEK_V32, {"index_topk": 6}),
+        (tiny.DEEPSEEK_V32, {"model_type": "glm_moe_dsa", "indexer_rope_interleave": True}),
+        (tiny.GLM_DSA, {"model_type": "deepseek_v32", "indexer_rope_interleave": False}),
+        (tiny.GLM_DSA, {"norm_topk_prob": False}),
+        (tiny.QWEN3_NEXT, {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}),
+        (tiny.QWEN3_NEXT, {"norm_topk_prob": False}),
+        (tiny.QWEN3_NEXT, {"partial_rotary_factor": 0.5}),
+        (tiny.QWEN3_5_MOE, {"rope_parameters": {"rope_theta": 1e4}}),
+        (tiny.QWEN3_5_MOE, {"linear_num_key_heads": 4, "linear_key_head_dim": 6}),
+        (tiny.GEMMA3, {"query_pre_attn_scalar": 20}),
+        (tiny.GEMMA3, {"layer_types": ["sliding_attention"] * 3}),
+        (tiny.GEMMA3, {"sliding_window": 5}),
+        (tiny.GEMMA3, {"rope_local_base_freq": 1e6}),
+        (tiny.GEMMA3, {"rope_scaling": None}),
+        (tiny.GEMMA4, {"final_logit_softcapping": 3.0}),
+        (tiny.GEMMA4, {"sliding_window": 5}),
+        (tiny.GEMMA4_MOE, {"top_k_experts": 2}),
+        (tiny.GEMMA4, {"rope_parameters": {**tiny.GEMMA4["rope_parameters"], "full_attention": {"rope_theta": 5e4}}}),
+        (tiny.MINIMAX, {"rotary_dim": 20}),
+        (tiny.MINIMAX, {"rope_theta": 10000.0}),
+        (tiny.MINIMAX, {"num_experts_per_tok": 2}),
+        (tiny.GLM_LITE, {"norm_topk_prob": False}),
+        (tiny.GPT_OSS, {"sliding_window": 5}),
+        (tiny.GPT_OSS, {"swiglu_limit": 7.0}),
+        (tiny.GPT_OSS, {"swiglu_alpha": 1.0}),
+        (tiny.GPT_OSS, {"rope_scaling": {**tiny.GPT_OSS["rope_scaling"], "truncate": True}}),
     ],
 )
 def test_each_other_mistake_is_seen_by_the_oracle(right, wrong):
@@ -289,7 +235,7 @@ def test_each_other_mistake_is_seen_by_the_oracle(right, wrong):
 
 def test_the_eps_of_latent_norms_follows_the_engine_or_transformers():
     """transformers leaves them at 1e-6 whatever the config says; an engine takes rms_norm_eps."""
-    batch, config = packed(), {**DEEPSEEK, "rms_norm_eps": 1e-3}
+    batch, config = packed(), {**tiny.DEEPSEEK, "rms_norm_eps": 1e-3}
     oracle: Any = hf_model(config)
     expected = hf_logits(oracle, batch)
     assert relative_error(logits_of(make_decoder(config, FULL, mla_norm_eps=MlaNormEps.hf), batch), expected) < 1e-5
@@ -302,7 +248,9 @@ def test_the_eps_of_latent_norms_follows_the_engine_or_transformers():
 
 
 @pytest.mark.parametrize("leak", ["convolution", "state"])
-@pytest.mark.parametrize("hf_config", [{**QWEN3_NEXT, "mlp_only_layers": [0, 1, 2, 3]}, QWEN3_5], ids=["next", "3_5"])
+@pytest.mark.parametrize(
+    "hf_config", [{**tiny.QWEN3_NEXT, "mlp_only_layers": [0, 1, 2, 3]}, tiny.QWEN3_5], ids=["next", "3_5"]
+)
 def test_a_leak_between_packed_sequences_is_seen(hf_config, leak, monkeypatch):
     """The convolution without positions, or the state of one sequence handed to the next."""
     whole = packed((sum(LENGTHS),))[2]
@@ -344,12 +292,12 @@ def test_chunks_of_the_delta_rule_are_its_recurrence(length):
 
 def test_sequences_do_not_see_each_other_nor_the_future():
     decoder = make_decoder(
-        DENSE
+        tiny.DENSE
     )  # with experts, a change elsewhere may change a matrix product's row count, and so its last bit
     token_ids, positions, cu_seqlens = packed()
     before = logits_of(decoder, (token_ids, positions, cu_seqlens))
     changed = token_ids.clone()
-    changed[9] = (changed[9] + 1) % COMMON["vocab_size"]  # token 1 of the third sequence, tokens 8..19
+    changed[9] = (changed[9] + 1) % tiny.COMMON["vocab_size"]  # token 1 of the third sequence, tokens 8..19
     after = logits_of(decoder, (changed, positions, cu_seqlens))
     assert torch.equal(before[:9], after[:9])
     assert torch.equal(before[20:], after[20:])
@@ -357,7 +305,7 @@ def test_sequences_do_not_see_each_other_nor_the_future():
 
 
 def test_cu_seqlens_that_do_not_fit_are_refused():
-    decoder = make_decoder(DENSE)
+    decoder = make_decoder(tiny.DENSE)
     token_ids, positions, _ = packed()
     for wrong in ([0, 7], [0, 30, 24], [1, 24], []):
         with pytest.raises(ValueError, match="cu_seqlens must rise from 0"):
@@ -366,6 +314,6 @@ def test_cu_seqlens_that_do_not_fit_are_refused():
 
 
 def test_a_table_that_is_also_the_head_stays_on_the_device():
-    tied = {**DENSE, "tie_word_embeddings": True}
+    tied = {**tiny.DENSE, "tie_word_embeddings": True}
     with pytest.raises(ConfigError, match="embedding_on_host=true needs a head of its own"):
         make_decoder(tied, trainer_config(embedding_on_host=True))

@@ -2,40 +2,16 @@
 
 import pytest
 import torch
-from cases.tiny_models import (
-    DEEPSEEK,
-    DENSE,
-    GEMMA3,
-    GEMMA4_MOE,
-    GLM,
-    GLM_LITE,
-    GPT_OSS,
-    LLAMA,
-    MINIMAX,
-    MISTRAL,
-    MIXED,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
-    make_decoder,
-    packed,
-)
+from cases.tiny_configs import BY_FAMILY, DENSE, MIXED
+from cases.tiny_models import make_decoder, packed
 
 from slipstream.trainer.model.comparison import decoder_steps, run_chained, run_isolated
 
-FAMILIES = {
-    "llama": LLAMA, "qwen3": DENSE, "qwen3_moe": MIXED, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "mla": DEEPSEEK,
-    "mistral": MISTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "qwen3_next": QWEN3_NEXT, "qwen3_5_moe": QWEN3_5_MOE, "gemma3": GEMMA3, "gemma4": GEMMA4_MOE,
-    "minimax": MINIMAX, "glm_lite": GLM_LITE,
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_chained_operations_are_the_forward_bit_by_bit(family: str, dtype: torch.dtype):
-    decoder = make_decoder(FAMILIES[family], dtype=dtype)
+    decoder = make_decoder(BY_FAMILY[family], dtype=dtype)
     token_ids, positions, cu_seqlens = packed()
     chained = run_chained(decoder_steps(decoder, positions, cu_seqlens), {"token_ids": token_ids})
     with torch.no_grad():

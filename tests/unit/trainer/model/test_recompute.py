@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import DEEPSEEK, GPT_OSS, MOE, logits_of, make_decoder, packed, probe_loss, trainer_config
+from cases.tiny_configs import DEEPSEEK, GPT_OSS, MOE
+from cases.tiny_models import logits_of, make_decoder, packed, probe_loss, trainer_config
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,9 +6,8 @@ split adapters equal merged weights, start as nothing, and switch off.
 import pytest
 import torch
 from cases.moe_cases import NUM_EXPERTS, make_batch, make_experts
+from cases.tiny_configs import MIXED, MOE
 from cases.tiny_models import (
-    MIXED,
-    MOE,
     base_logits_of,
     hf_logits,
     hf_model,

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.moe_cases import HIDDEN, NUM_EXPERTS, NUM_TOKENS, RANK, TOP_K, WIDTH, make_batch, make_experts, run
-from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
+from cases.tiny_configs import MIXED
+from cases.tiny_models import logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

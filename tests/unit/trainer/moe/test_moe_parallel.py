@@ -10,18 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cases.parallel_worker import Scenario, reference, run_ranks
-from cases.tiny_models import (
-    AS_TRANSFORMERS,
-    DEEPSEEK,
-    DEEPSEEK_V32,
-    DENSE,
-    GPT_OSS,
-    GPT_OSS_MXFP4,
-    KIMI_INT4,
-    MIXED,
-    MOE,
-    relative_error,
-)
+from cases.tiny_configs import DEEPSEEK, DEEPSEEK_V32, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE
+from cases.tiny_models import AS_TRANSFORMERS, relative_error
 from safetensors.torch import load_file
 
 from slipstream.conf.architecture.families import read_config

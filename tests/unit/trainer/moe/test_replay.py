@@ -11,16 +11,8 @@ import torch.distributed as dist
 from cases.parallel_worker import Scenario, gradients
 from cases.processes import run_processes
 from cases.route_cases import drawn_routes, own_routes, recorded
+from cases.tiny_configs import DEEPSEEK, GEMMA4_MOE, GLM, GLM_LITE, GPT_OSS, MINIMAX, MIXED, MOE, QWEN3_NEXT
 from cases.tiny_models import (
-    DEEPSEEK,
-    GEMMA4_MOE,
-    GLM,
-    GLM_LITE,
-    GPT_OSS,
-    MINIMAX,
-    MIXED,
-    MOE,
-    QWEN3_NEXT,
     gradients_under_checkpoint_names,
     hf_logits,
     hf_model,

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import GEMMA4_MOE, GPT_OSS, make_decoder
+from cases.tiny_configs import GEMMA4_MOE, GPT_OSS
+from cases.tiny_models import make_decoder
 from hypothesis import given, settings, strategies as st
 
 from slipstream.trainer.weights.fused_experts import FusedTensor, deinterleave, interleave

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import DEEPSEEK, DENSE, MIXED, QWEN3_NEXT, SpreadReader, make_decoder
+from cases.tiny_configs import DEEPSEEK, DENSE, MIXED, QWEN3_NEXT
+from cases.tiny_models import SpreadReader, make_decoder
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 

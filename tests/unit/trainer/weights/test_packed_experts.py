@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cases.rank_helpers import VOCAB, count, make_rank, make_samples
+from cases.tiny_configs import GPT_OSS_MXFP4, KIMI_INT4, PACKED
 from cases.tiny_models import (
-    GPT_OSS_MXFP4,
-    KIMI_INT4,
-    PACKED,
     SpreadReader,
     hf_logits,
     hf_model,

@@ -10,32 +10,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from cases.tiny_models import (
-    DEEPSEEK,
+from cases.tiny_configs import (
+    BY_FAMILY,
     DENSE,
-    GEMMA3,
-    GEMMA4_MOE,
-    GLM,
-    GLM_LITE,
-    GPT_OSS,
     LLAMA,
-    MINIMAX,
-    MISTRAL,
-    MIXED,
-    MIXTRAL,
     MOE,
-    OLMOE,
     QWEN2_MOE,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
-    hf_logits,
-    hf_model,
-    logits_of,
-    make_decoder,
-    packed,
-    relative_error,
-    trainer_config,
 )
+from cases.tiny_models import hf_logits, hf_model, logits_of, make_decoder, packed, relative_error, trainer_config
 from safetensors.torch import load_file, save_file
 
 from slipstream.conf.architecture.families import read_config
@@ -54,25 +36,6 @@ from slipstream.trainer.weights.stored_adapter import (
     read_stored_adapter,
 )
 
-FAMILIES = [
-    DENSE,
-    MOE,
-    MIXED,
-    MISTRAL,
-    MIXTRAL,
-    OLMOE,
-    LLAMA,
-    GEMMA3,
-    GEMMA4_MOE,
-    GLM,
-    GLM_LITE,
-    MINIMAX,
-    GPT_OSS,
-    DEEPSEEK,
-    QWEN2_MOE,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
-]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 UNEVEN = LoraConfig(rank=4, alpha=8.0, attention_rank=6, expert_rank=2)
 
@@ -172,7 +135,7 @@ WITHOUT = [
 @pytest.mark.parametrize(
     ("hf_config", "lora"),
     [
-        *((one, lora) for one in FAMILIES for lora in (LoraConfig(rank=4, alpha=8.0), UNEVEN)),
+        *((one, lora) for one in (*BY_FAMILY.values(), MOE) for lora in (LoraConfig(rank=4, alpha=8.0), UNEVEN)),
         *((QWEN2_MOE, lora) for lora in WITHOUT),
     ],
     ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
