@@ -120,7 +120,8 @@ METRICS: dict[str, str] = {
     "rollout/groups_uninformative": "groups replaced since the last step because their rewards were all equal",
     "rollout/replicas_serving": "replicas in service",
     "rollout/replicas_wanted": "rollout workers that were asked for last; of a range, those that there is room for",
-    "rollout/handed_over": "responses since the last step that others went on with because their worker was told to go",
+    "rollout/handed_over": "responses since the last step that others went on with because their worker was told to "
+    "go, or its engine died",
     "rollout/restarts": "rollout workers started again since the last step",
     "rollout/recoveries": "rollout workers that came back into service since the last step",
     "rollout/down_s": "longest time that one of those was out of service",
