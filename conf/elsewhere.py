@@ -77,6 +77,16 @@ ELSEWHERE: Mapping[str, str] = {
     "slipstream resume RUN": "trainer.resume_mode resume_from_checkpoint resume",
 }
 """Our words -> options of others, row by row of the page."""
+CHOICES: Mapping[str, str] = {
+    "algorithm=ppo": "algorithm=grpo is the nearest: there is no critic, a group's mean reward is the baseline.",
+    "algorithm=remax": "algorithm=rloo is the nearest: its baseline is the group's other responses.",
+    "algorithm=gkd": "algorithm=distill is the nearest: a teacher's log-probabilities of sampled responses.",
+    "algorithm=opd": "Here it is algorithm=distill.",
+    "cluster=slurm": "A job for it is written by slipstream launch slurm.",
+    "data=hf": "Did you mean data=files data.path=hf:REPO:SPLIT?",
+    "model=hf": "Did you mean model=checkpoint model.path=FOLDER?",
+}
+"""Presets of others whose names are spelt like none of ours, or like the wrong one -> what to say."""
 
 
 def counterpart(name: str) -> str | None:

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from slipstream.conf.checks import check_all
 from slipstream.conf.earlier import carried_over, explain
-from slipstream.conf.elsewhere import counterpart
+from slipstream.conf.elsewhere import CHOICES, counterpart
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.ignored import check_no_override_is_ignored
 from slipstream.conf.json_files import HfConfig, is_object
@@ -228,7 +228,7 @@ def _check_choice(text: str, group: str, value: object, config_dir: Path | None)
         raise ConfigError(f"{text}: {group} is a section; set its options one by one, as in {_example_of(group)}")
     names = [choice.name for choice in group_choices(group, config_dir)]
     if str(value) not in names:
-        hint = did_you_mean(str(value), names)
+        hint = CHOICES.get(f"{group}={value}".lower()) or did_you_mean(str(value), names)
         if group == "model" and "/" in str(value):
             hint = f"Did you mean model=checkpoint model.path={value}?"
         if group == "data" and re.search(r"[./:]", str(value)):

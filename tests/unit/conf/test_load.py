@@ -168,6 +168,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("experiment=null", ["experiment=null: experiment has no such choice", "quickstart"]),
         ("data=null", ["data=null: data has no such choice", "letters"]),
         ("weight_sync=off", ["weight_sync has no such choice", "drained, standard"]),
+        ("algorithm=PPO", ["algorithm has no such choice. algorithm=grpo is the nearest: there is no critic"]),
         ("algorithm=GRPO", ["algorithm has no such choice. Did you mean grpo"]),
         ("data=rows.jsonl", ["data has no such choice", "Did you mean data=files data.path=rows.jsonl?"]),
         ("reward=rw.py:f", ["reward has no such choice", "Did you mean reward.kind=rw.py:f?"]),
