@@ -13,6 +13,7 @@ however many the source has. `datasets` is imported for the last three forms alo
 """
 
 import codecs
+import functools
 import json
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from slipstream import conf
 from slipstream.conf.json_files import JsonMapping, JsonObject, is_object, object_or_empty
@@ -43,6 +46,7 @@ OTHER_ENDINGS = {
 }
 """What makes a source of a file in another form."""
 _ROWS_AT_ONCE = 1024
+_HUB_TIMEOUT_S = 5.0
 _ASKED_AND_ANSWERED = (
     ("question", "answer"),
     ("problem", "solution"),
@@ -289,23 +293,31 @@ def _saved_rows(folder: Path, start: Position) -> Iterator[Row]:
 def _hub_rows(source: str, start: Position, *, stream: bool) -> Iterator[Row]:
     repo, config, split, revision = parse_hub_source(source)
     datasets = _datasets(source)
-    is_offline = bool(datasets.config.HF_HUB_OFFLINE)
+    why_alone = "HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
+    if not why_alone and not Path(repo).is_dir() and (why_alone := _why_unreached(datasets.config.HF_ENDPOINT)):
+        datasets.config.HF_HUB_OFFLINE = True  # it would ask six times, for half a minute, before it looks there
     try:
         # Offline there is nothing to stream from but the cache, which is on this machine as a whole.
-        rows = datasets.load_dataset(repo, config, split=split, revision=revision, streaming=stream and not is_offline)
+        rows = datasets.load_dataset(repo, config, split=split, revision=revision, streaming=stream and not why_alone)
     except ConnectionError as e:
-        cure = (
-            "HF_HUB_OFFLINE is set, and the dataset is not in the cache"
-            if is_offline
-            else "the Hub could not be reached"
-        )
         raise DataError(
-            f"{source}: {cure} ({datasets.config.HF_DATASETS_CACHE}): {_one_line(e)}. Load it once where the Hub can "
-            "be reached, or give a file or a folder of Dataset.save_to_disk"
+            f"{source}: {why_alone or _one_line(e)}, and the dataset is not in the cache "
+            f"({datasets.config.HF_DATASETS_CACHE}). Load it once where the Hub can be reached, or give a file or a "
+            "folder of Dataset.save_to_disk"
         ) from e
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as e:
         raise DataError(f"{source} cannot be loaded: {_one_line(e)}") from e
     return _dataset_rows(rows, source, start)
+
+
+@functools.cache
+def _why_unreached(endpoint: str) -> str:
+    """Why no server answers there, or "". Any answer will do: what it means is the library's to say."""
+    try:
+        httpx.head(endpoint, timeout=_HUB_TIMEOUT_S)
+    except httpx.TransportError as e:
+        return f"{endpoint} cannot be reached ({_one_line(e)})"
+    return ""
 
 
 def parse_hub_source(source: str) -> tuple[str, str | None, str, str | None]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,7 +160,11 @@ def read_elsewhere(source: str, cache: Path, *, code: str = READ, **variables: s
     )
 
 
-def test_a_dataset_by_id_comes_from_the_cache_when_offline(tmp_path: Path) -> None:
+UNREACHED = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize("variables", [{}, UNREACHED])
+def test_a_dataset_by_id_comes_from_the_cache_without_the_hub(variables: dict[str, str], tmp_path: Path) -> None:
     """The cache is one that the library filled, under the name that it gives to a repository of the Hub."""
     import datasets
 
@@ -168,8 +173,9 @@ def test_a_dataset_by_id_comes_from_the_cache_when_offline(tmp_path: Path) -> No
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     datasets.load_dataset(str(folder), split="train", cache_dir=str(cache))
     (cache / "gsm8k").rename(cache / "openai___gsm8k")
-    done = read_elsewhere("hf:openai/gsm8k:default:train", cache)
+    done = read_elsewhere("hf:openai/gsm8k:default:train", cache, **variables)
     assert done.stdout.strip() == str(ROWS), done.stderr
+    assert "Retrying" not in done.stderr
 
 
 STREAM = """
@@ -194,12 +200,17 @@ def test_a_dataset_is_streamed_and_streaming_goes_on_after_any_row(tmp_path: Pat
     assert not list((tmp_path / "cache").rglob("*.arrow")), "nothing is stored"
 
 
-def test_a_dataset_that_is_not_there_is_told_in_one_message(tmp_path: Path) -> None:
-    done = read_elsewhere("hf:openai/gsm8k:main:train", tmp_path)
-    assert "DataError: hf:openai/gsm8k:main:train: HF_HUB_OFFLINE is set, and the dataset is not in the cache" in (
-        done.stderr
-    )
-    assert str(tmp_path) in done.stderr
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [({}, "HF_HUB_OFFLINE is set"), (UNREACHED, r"http://127\.0\.0\.1:1 cannot be reached \(.*refused\)")],
+)
+def test_a_dataset_that_is_not_there_is_told_in_one_message(
+    variables: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    done = read_elsewhere("hf:openai/gsm8k:main:train", tmp_path, **variables)
+    told = f"DataError: hf:openai/gsm8k:main:train: {why}, and the dataset is not in the cache \\({tmp_path}\\)"
+    assert re.search(told, done.stderr), done.stderr
+    assert "Retrying" not in done.stderr
 
 
 def test_files_are_read_without_the_library(tmp_path: Path) -> None:
