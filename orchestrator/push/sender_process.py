@@ -23,6 +23,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -74,8 +75,10 @@ class RankProcess:
         self.rank = rank
         self.num_bytes_read: Any = context.Value("q", 0, lock=False)
         self._pipe, theirs = context.Pipe()
+        self._said = os.memfd_create("said")
+        said = f"/proc/{os.getpid()}/fd/{self._said}"
         self._process = context.Process(
-            target=_run, args=(rank, options, gpu, theirs, self.num_bytes_read), name=f"push-{rank}", daemon=True
+            target=_run, args=(rank, options, gpu, theirs, self.num_bytes_read, said), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -89,17 +92,22 @@ class RankProcess:
         """
         if not self._pipe.poll(timeout_s):
             if not self._process.is_alive() and not self._pipe.poll(0):
-                raise PushError(f"rank {self.rank} {how_it_ended(self._process.exitcode)}")
+                raise self._failed(f"rank {self.rank} {how_it_ended(self._process.exitcode)}")
             return None
         try:
             answer = self._pipe.recv()
         except EOFError:
             self._process.join(JOIN_TIMEOUT_S)
-            raise PushError(f"rank {self.rank} {how_it_ended(self._process.exitcode)}") from None
+            raise self._failed(f"rank {self.rank} {how_it_ended(self._process.exitcode)}") from None
         if answer[0] == "failed":
             _, error, text = answer
-            raise ConfigError(text) if error == "ConfigError" else PushError(f"{error}: {text}")
+            raise ConfigError(text) if error == "ConfigError" else self._failed(f"{error}: {text}")
         return answer
+
+    def _failed(self, text: str) -> PushError:
+        """With what native libraries said meanwhile. Mooncake logs an error at each start, also where all goes well."""
+        said = os.pread(self._said, 1 << 16, 0).decode(errors="replace").strip()
+        return PushError(f"{text}. Libraries said:\n{said}" if said else text)
 
     def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
         """Plan while engines start. Send all orders, this one included, to all ranks in the same order."""
@@ -126,7 +134,12 @@ class RankProcess:
             self._process.join(JOIN_TIMEOUT_S)
 
 
-def _run(rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num_read: Synchronized[int]) -> None:
+def _run(
+    rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num_read: Synchronized[int], said: str
+) -> None:
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with open(said, "ab") as native:
+        os.dup2(native.fileno(), 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu

@@ -125,6 +125,7 @@ def push(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def report_of(server: Server, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr + server.log.read_text()[-3000:]
+    assert ".cpp:" not in done.stderr, "Mooncake's lines about its own start"
     return json.loads(done.stdout.splitlines()[-1])
 
 
