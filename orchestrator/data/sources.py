@@ -41,10 +41,13 @@ _BY_PANDAS = "; write it anew: python -c \"import pandas; pandas.{read}('{path}'
 OTHER_ENDINGS = {
     ".json": "; one object a line is JSONL: of a list, jq -c '.[]' {path} > {stem}.jsonl",
     ".gz": "; unpack it: gunzip {path}",
+    ".zst": "; unpack it: zstd -d {path}",
     ".csv": _BY_PANDAS.replace("{read}", "read_csv"),
     ".tsv": _BY_PANDAS.replace("{read}", "read_table"),
 }
 """What makes a source of a file in another form."""
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+"""How files of gzip, zstd and zip begin."""
 _ROWS_AT_ONCE = 1024
 _HUB_TIMEOUT_S = 5.0
 _ASKED_AND_ANSWERED = (
@@ -96,6 +99,8 @@ def read_rows(
     if source.startswith(HUB):
         return _hub_rows(source, start, stream=stream)
     path = resolve_path(source)
+    if "://" in source and not path.is_absolute():
+        raise DataError(f"{option}={source} is an address; download it first, or give {FORMS}")
     if (path / "state.json").is_file():
         return _saved_rows(path, start)
     return _file_rows(path, start, option)
@@ -183,6 +188,8 @@ def _file_rows(path: Path, start: Position, option: str) -> Iterator[Row]:
         elif path.is_dir() and (files := sorted(path.rglob("*.parquet"))):
             split = files[0].with_name(f"{files[0].name.partition('-')[0].removesuffix('.parquet')}*.parquet")
             raise DataError(f"{option}={path} is a folder of Parquet files; name those of one split: '{split}'")
+        elif path.is_dir() and (files := sorted(path.glob("*.jsonl"))):
+            raise DataError(f"{option}={path} is a folder; name its files: data.sources=[{','.join(map(str, files))}]")
         elif path.is_dir():
             what = "is a folder that Dataset.save_to_disk has not written"
         elif path.exists():
@@ -212,6 +219,8 @@ def _jsonl_rows(file: Path, start: Position) -> Iterator[Row]:
 
 def _parse_line(line: bytes, file: Path, number: int) -> JsonObject:
     where = f"{file}:{number}"
+    if line.startswith(_PACKED):
+        raise DataError(f"{file} is compressed; unpack it")
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line:
         raise DataError(f"{file} is not UTF-8 text: line {number} looks like UTF-16; save the file as UTF-8")
     try:

@@ -1,5 +1,6 @@
 """Prompts: every row is checked before a run starts; the order is seeded and a cursor continues it."""
 
+import gzip
 import json
 from collections import Counter
 from datetime import UTC, date, datetime, timedelta
@@ -237,6 +238,7 @@ def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
         ("a.csv", r"write it anew: .*read_csv\('.*/a\.csv'\)\.to_parquet\('.*/a\.parquet'\)"),
         ("a.json", r"jq -c '\.\[\]' .*/a\.json > .*/a\.jsonl"),
         ("a.jsonl.gz", r"gunzip .*/a\.jsonl\.gz"),
+        ("a.jsonl.zst", r"zstd -d .*/a\.jsonl\.zst"),
         ("a.txt", r"\.txt'$"),
     ):
         with pytest.raises(DataError, match=rf"must end in \.jsonl or \.parquet, got .*{cure}"):
@@ -244,6 +246,11 @@ def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match="not a readable Parquet file"):
         read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=8)
+    (tmp_path / "named.jsonl").write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+    with pytest.raises(DataError, match=r"named\.jsonl is compressed; unpack it"):
+        read_prompts(str(tmp_path / "named.jsonl"), encoder, max_prompt_tokens=8)
+    with pytest.raises(DataError, match=r"data\.path=https://a/b\.jsonl is an address; download it first"):
+        read_prompts("https://a/b.jsonl", encoder, max_prompt_tokens=8)
 
 
 def test_packaged_files_are_found_in_conf_data():

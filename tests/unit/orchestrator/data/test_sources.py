@@ -115,6 +115,9 @@ def test_folders_that_hold_no_dataset_are_refused_with_the_cure(tmp_path: Path) 
     assert next(read_rows(str(tmp_path / "splits" / "train"))).columns == ROWS[0]
     with pytest.raises(DataError, match=r"is a folder that Dataset\.save_to_disk has not written; give a \.jsonl"):
         next(read_rows(str(tmp_path)))
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(DataError, match=r"is a folder; name its files: data\.sources=\[.*/a\.jsonl\]"):
+        next(read_rows(str(tmp_path)))
     (tmp_path / "hub" / "data").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
     with pytest.raises(
