@@ -49,7 +49,6 @@ SQUARE = {"hidden_size": 128}
 """Four heads of 32: some engines know no other width of heads than hidden_size / num_attention_heads."""
 LINEAR_ATTENTION = {
     "layer_types": "[full_attention,linear_attention]",  # the other way round a policy settles on one letter
-    "shared_expert_intermediate_size": 64,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 128,
@@ -97,12 +96,12 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         [*EXPERTS, "model.dtype=bfloat16"],  # the CPU engine's linear attention has no other format, nor other heads
-        LINEAR_ATTENTION,
+        {**LINEAR_ATTENTION, "shared_expert_intermediate_size": 64},
     ),
     "qwen3_5_moe_text": (
         "Qwen3_5MoeForCausalLM",
         [*EXPERTS, "model.dtype=bfloat16"],
-        LINEAR_ATTENTION,
+        {**LINEAR_ATTENTION, "shared_expert_intermediate_size": 64},
     ),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", [*DENSE, "model.dtype=bfloat16"], LINEAR_ATTENTION),
     "deepseek_v32": ("DeepseekV32ForCausalLM", LATENT, INDEXER),

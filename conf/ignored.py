@@ -7,12 +7,13 @@ that a user typed, and config.json; while that is not read yet, nothing is said 
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import get_type_hints
 
 from slipstream.conf.architecture.families import kind_of
+from slipstream.conf.architecture.spelling import check_spelling
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.options import options_by_name, show
@@ -34,7 +35,7 @@ READ_BY_POLICY_ALONE = (
 OF_ONE_REWARD = ("reward.judge.", "reward.code.", *(f"reward.{item.name}" for item in fields(RewardPart)))
 
 
-def check_no_override_is_ignored(config: RunConfig, names: Iterable[str], hf_config: HfConfig | None = None) -> None:
+def check_no_override_is_ignored(config: RunConfig, names: Collection[str], hf_config: HfConfig | None = None) -> None:
     """Refuse an option that the user typed and that has no effect in this run.
 
     Args:
@@ -58,6 +59,9 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str], hf_con
                     )
             elif not any(_holds(config, part) for part in one.condition.split(" or ")):
                 raise ConfigError(f"{name} has no effect with {_by_what(config, one)}; {_cure(one)}")
+    known = dict(hf_config or {})  # a field that was removed is not in it
+    if typed := {name.split(".")[2] for name in names if name.startswith("model.hf_config.")} & known.keys():
+        check_spelling(known, typed, each_is_read=True)
 
 
 def _reasons_about_many(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:

@@ -261,7 +261,9 @@ def _check_type(option: Option, override: Override) -> None:
 
 
 def _in_brackets(option: Option, value: object) -> str:
-    """How a list of one is written, where that is what is missing; a list of several has a length of its own."""
+    """How a list is written, where that is what is missing; one of several has a length of its own."""
+    if option.name == "data.path" and isinstance(value, list):
+        return f"Several are data.sources={show(value).replace(', ', ',')}"
     if not re.match(r"list of \D", option.type_label) or not isinstance(value, str | int | float):
         return ""
     try:

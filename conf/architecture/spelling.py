@@ -8,8 +8,14 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 
+_OF_ANY_MODEL = {
+    *("architectures", "initializer_range", "max_position_embeddings", "quantization_config"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
+"""Fields that are read elsewhere."""
 
-def check_spelling(config: JsonObject, given: Collection[str]) -> None:
+
+def check_spelling(config: JsonObject, given: Collection[str], *, each_is_read: bool = False) -> None:
     """Refuse a given field that is not read and whose name is almost that of a field that is.
 
     Fields that only the engine reads may have any name: a config.json has many.
@@ -17,18 +23,18 @@ def check_spelling(config: JsonObject, given: Collection[str]) -> None:
     Args:
         config: One that read_config() can read.
         given: Names of the fields that a person wrote.
+        each_is_read: Refuse every field that is not read.
 
     Raises:
         ConfigError: Names the first such field and the field that was probably meant.
     """
     asked = AskedConfig(config)
     read_config(asked)
-    for name in sorted(set(given) - asked.names):
-        for known in sorted(asked.names):
-            if _is_misspelling(name, known):
-                raise ConfigError(
-                    f"model.hf_config.{name} is a field that this model does not have. Did you mean {known}?"
-                )
+    for name in sorted(set(given) - asked.names - _OF_ANY_MODEL):
+        meant = next((known for known in sorted(asked.names) if _is_misspelling(name, known)), None)
+        if meant is not None or each_is_read:
+            told = f"this model does not have. Did you mean {meant}?" if meant else "nobody reads; remove it"
+            raise ConfigError(f"model.hf_config.{name} is a field that {told}")
 
 
 def _is_misspelling(name: str, known: str) -> bool:

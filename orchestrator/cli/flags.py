@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
 
     def read_overrides(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Flags, and the words that are overrides. A misspelled flag is neither."""
-        flags, overrides = self.parse_known_args(words)
+        flags, overrides = self.parse_known_args([word for word in words if word != "--"])  # it parts nothing here
         for word in overrides:
             if word.startswith("--") and difflib.get_close_matches(word, self._option_string_actions, cutoff=0.75):
                 self.error(f"unknown flag {word}")

@@ -101,7 +101,7 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         from slipstream.conf.options import did_you_mean
 
-        hint = OF_OTHERS.get(command) or did_you_mean(command, COMMANDS) or "See: slipstream --help"
+        hint = OF_OTHERS.get(command) or did_you_mean(command, [*COMMANDS, "--version"]) or "See: slipstream --help"
         if "=" in command:
             hint = f"Options follow a command: slipstream train {command}"
         raise ConfigError(f"unknown command {command!r}. {hint}")

@@ -132,10 +132,10 @@ def test_known_options_may_be_set_with_or_without_plus(word: str) -> None:
 
 
 def test_keys_of_the_hf_config_may_be_added_and_removed() -> None:
-    words = ["model.hf_config.extra=1", "+model.hf_config.more=2", "~model.hf_config.rope_theta"]
+    words = ["model.hf_config.rope_scaling=null", "+model.hf_config.mlp_only_layers=[]", "~model.hf_config.rope_theta"]
     hf_config = load_run_config([QUICKSTART, *words]).model.hf_config
-    assert hf_config["extra"] == 1
-    assert hf_config["more"] == 2
+    assert hf_config["rope_scaling"] is None
+    assert hf_config["mlp_only_layers"] == []
     assert "rope_theta" not in hf_config
 
 
@@ -170,6 +170,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("weight_sync=off", ["weight_sync has no such choice", "drained, standard"]),
         ("algorithm=PPO", ["algorithm has no such choice. algorithm=grpo is the nearest: there is no critic"]),
         ("algorithm=GRPO", ["algorithm has no such choice. Did you mean grpo"]),
+        ("data.path=[a.jsonl,b.jsonl]", ["data.path must be text", "Several are data.sources=[a.jsonl,b.jsonl]"]),
         ("data=rows.jsonl", ["data has no such choice", "Did you mean data=files data.path=rows.jsonl?"]),
         ("reward=rw.py:f", ["reward has no such choice", "Did you mean reward.kind=rw.py:f?"]),
         ("reward=my.rewards:f", ["reward has no such choice", "Did you mean reward.kind=my.rewards:f?"]),

@@ -74,6 +74,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             "model.hf_config.norm_topk_probs=true",
             ["norm_topk_probs is a field that this model does not have. Did you mean norm_topk_prob?"],
         ),
+        ("model.hf_config.logit_scale=2", ["logit_scale is a field that nobody reads; remove it"]),
         ("data.path=absent.jsonl", ["absent.jsonl", "data.path"]),
         ("data=files data.path=hf:openai/gsm8k", ["must be hf:REPO:SPLIT"]),
         (  # the tests run with HF_HUB_OFFLINE=1
@@ -432,10 +433,12 @@ def test_several_problems_are_all_reported_at_once(
     ("words", "message"),
     [
         (["trian"], "unknown command 'trian'. Did you mean train?"),
+        (["version"], "unknown command 'version'. Did you mean --version?"),
         (["logs", "runs/latest"], "unknown command 'logs'. A run's log is RUN/run.log"),
         (["experiment=quickstart"], "Options follow a command: slipstream train experiment=quickstart"),
         (["train", "--dryrun"], "unknown flag --dryrun. Did you mean --dry-run?"),
         (["train", "--num-ranks=2"], "written section.option=value, without dashes. Did you mean trainer.num_ranks?"),
+        (["train", "--", "trainer.num_rank=2"], "unknown option trainer.num_rank"),
         (["train", "--cfg", "all"], "--cfg"),
         (["train"], "model.path is required"),
         (["doctor", "--yaml"], "unknown flag --yaml. See: slipstream doctor --help"),
