@@ -121,6 +121,8 @@ class OwnRay:
                 dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
             ),
         }
+        # No library's bytecode is kept for it, and agents that compile all that they import miss the raylet's 15 s.
+        environment.pop("PYTHONOPTIMIZE", None)
         cluster = self._config.cluster
         has_workers = self._config.algorithm.objective is Objective.policy
         options = HostOptions(

@@ -22,6 +22,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import ray
@@ -117,7 +118,8 @@ class RayCluster:
         else:
             address = self._config.cluster.ray_address
             assert address is not None
-        self._joining = asyncio.ensure_future(asyncio.to_thread(self._join, address))  # a thread cannot be cancelled
+        # The thread cannot be cancelled, and Ray asks a cluster that does not answer for ten minutes and more.
+        self._joining = asyncio.ensure_future(in_abandoned_thread(partial(self._join, address)))
         await wait_for(asyncio.shield(self._joining), "Ray to be joined", timeout_s=RAY_TIMEOUT_S)
         take_sigterm_back()
         # What it would print here of an actor that died, in a long paragraph, result_of() tells.

@@ -67,6 +67,21 @@ async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(
         assert none is None
 
 
+async def test_python_that_optimizes_is_the_commands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own processes would compile every library that they import, while others wait for them 15 s."""
+    (python := tmp_path / "python").write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\ncat > /dev/null\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    machine = OwnRay(RunConfig(), RunFolder(tmp_path))
+    await machine.begin()
+    await machine.end()
+    given = (tmp_path / "environment").read_text()
+    assert "PYTHONSAFEPATH=1" in given
+    assert "PYTHONOPTIMIZE" not in given
+
+
 def test_it_imports_no_ray() -> None:
     imports = "import sys, slipstream.orchestrator.cluster.own_ray, slipstream.orchestrator.run"
     code = f"{imports}; sys.exit('ray' in sys.modules)"

@@ -1,8 +1,13 @@
-"""What a run is called in Ray."""
+"""What a run is called in Ray, and that it need not wait for a cluster that does not answer."""
 
+import threading
 from pathlib import Path
 
-from slipstream.conf.schema import RunConfig
+import pytest
+import ray
+
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import ClusterConfig, RunConfig
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster
 from slipstream.orchestrator.files.run_folder import RunFolder
 
@@ -13,3 +18,21 @@ async def test_runs_that_began_in_the_same_second_have_names_of_their_own(tmp_pa
     names = {RayCluster(RunConfig(), folder, None, needs_gpus=False, on_lost=list).name for folder in folders}
     assert len(names) == 2
     assert all(name.startswith("grpo-20261123-171943-") for name in names)
+
+
+async def test_the_end_of_a_run_waits_for_no_cluster_that_it_tried_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python waits at its end for all threads but daemons, and `ray.init` may ask for ten minutes."""
+    in_daemon: list[bool] = []
+
+    def asks(**_: object) -> None:
+        in_daemon.append(threading.current_thread().daemon)
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(ray, "init", asks)
+    config = RunConfig(cluster=ClusterConfig(ray_address="127.0.0.1:9"))
+    cluster = RayCluster(config, RunFolder(tmp_path), None, needs_gpus=False, on_lost=list)
+    with pytest.raises(ConfigError, match=r"ray_address=127\.0\.0\.1:9 is no Ray cluster .*nobody answers"):
+        await cluster.start()
+    assert in_daemon == [True]
