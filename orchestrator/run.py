@@ -25,6 +25,7 @@ from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
     changed_options,
+    changed_packages,
     keep_sources,
     point_latest,
     write_description,
@@ -60,6 +61,8 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
             folder.workers_asked.unlink(missing_ok=True)
         for option in (changes := changed_options(folder, config)):
             log.say(f"resumed with another {option}")
+        for package in changed_packages(folder):
+            logger.info("resumed with another %s", package)
         try:
             with undone_by(_log_early_end), naming_a_full_disk(folder.root):
                 write_description(folder, config, overrides)  # under the lock: they may be another process's

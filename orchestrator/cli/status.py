@@ -207,7 +207,7 @@ def status_of(run: Path) -> Status:
         starting=start_of(folder),
         step=step,
         num_steps=num_steps,
-        since_s=time.time() - folder.metrics.stat().st_mtime if newest else None,
+        since_s=max(0.0, time.time() - folder.metrics.stat().st_mtime) if newest else None,  # clocks are set back
         left_s=(num_steps - (step or 0)) * statistics.median(seconds) if is_going_on else None,
         recent=_means([row for row in recent if row["step"]]),
         held_out=_held_out(read_rows(folder.evaluations)),

@@ -13,12 +13,14 @@ from slipstream.orchestrator.files.run_folder import RunFolder, write_whole
 
 
 def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, str | None]:
-    """(running, finished, stopped, failed, or unknown: the run is another user's, who alone may read its lock; and the
-    error of a run that failed).
+    """(running, finished, stopped, failed, "moved or removed": the folder is not there any more, or unknown: the run is
+    another user's, who alone may read its lock; and the error of a run that failed).
 
     Args:
         step: of the newest row of metrics; None before the first.
     """
+    if not folder.root.is_dir():
+        return "moved or removed", None
     is_running = is_alive(folder.root)
     if is_running:
         return "running", None

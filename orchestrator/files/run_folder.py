@@ -260,10 +260,23 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
         return [f"set of options, maybe: {folder.config} cannot be read"]
     before = dict(flatten(saved))
     now = dict(flatten(to_plain(asdict(config))))
+    return [line for line in _changes(before, now) if not line.startswith(("run.resume:", "run.dir:", "run.name:"))]
+
+
+def changed_packages(folder: RunFolder) -> list[str]:
+    """Packages of which a resumed run has another version, as changed_options() says it and when it does."""
+    try:
+        before = json.loads(folder.environment.read_text())["packages"]
+    except (OSError, ValueError, KeyError, TypeError):  # a new run, or one of a release that did not write it down
+        return []
+    return _changes(before, _packages())
+
+
+def _changes(before: JsonObject, now: JsonObject) -> list[str]:
     return [
         f"{name}: {repr(before[name]) if name in before else 'not there'} before, "
         f"{repr(now[name]) if name in now else 'not there'} now"
-        for name in sorted({*before, *now} - {"run.resume", "run.dir", "run.name"})
+        for name in sorted({*before, *now})
         if before.get(name) != now.get(name)
     ]
 
@@ -287,8 +300,12 @@ def describe_environment(overrides: list[str]) -> JsonObject:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "num_cpus": os.cpu_count(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": _packages(),
     }
+
+
+def _packages() -> JsonObject:
+    return {name: version for name in _PACKAGES if (version := _version(name))}
 
 
 def to_plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,6 +46,12 @@ def test_before_the_first_row(run: Path) -> None:
         "stopped", None, 110, {}, None,
     )  # fmt: skip
     assert "none of 110 yet" in status.as_text()
+
+
+def test_a_clock_that_was_set_back_makes_no_step_of_the_future(run: Path) -> None:
+    write_rows(run, 3)
+    os.utime(run / "metrics.jsonl", times=(2**32, 2**32))
+    assert status_of(run).since_s == 0
 
 
 def test_what_a_start_waits_for_is_shown_until_it_is_over(run: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from slipstream.conf.schema import LoraConfig, ModelConfig, RunConfig, RunSectio
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.files.run_folder import (
     changed_options,
+    changed_packages,
     follow_latest,
     open_run_folder,
     point_latest,
@@ -101,6 +103,11 @@ def test_a_resumed_run_names_the_options_that_changed(tmp_path: Path) -> None:
         f"trainer.optim.betas: {[*config.trainer.optim.betas]} before, [0.8, 0.9] now",
         f"trainer.optim.lr: {config.trainer.optim.lr} before, 0.25 now",
     ]
+    assert changed_packages(folder) == []
+    written = json.loads(folder.environment.read_text())
+    written["packages"] |= {"ray": "0.1", "gone": "2"}
+    folder.environment.write_text(json.dumps(written))
+    assert changed_packages(folder) == ["gone: '2' before, not there now", f"ray: '0.1' before, '{version('ray')}' now"]
 
 
 @pytest.mark.parametrize("left", [b"", b"run: {num_steps: 3", b"ru", b"\x00\xff"])

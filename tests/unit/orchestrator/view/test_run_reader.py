@@ -198,6 +198,8 @@ def test_a_run_is_read_while_it_goes_on_and_after_it_was_resumed(tmp_path: Path)
     for what, name in (("timeline", "99"), ("trace", "..%2Fx"), ("secrets", None)):
         with pytest.raises(ConfigError):
             answer(reader, what, name, {})
+    run.folder.root.rename(tmp_path / "elsewhere")
+    assert reader.summary()["state"] == "moved or removed"
 
 
 @pytest.mark.parametrize(
