@@ -90,8 +90,8 @@ class RunSection:
 
     def __post_init__(self) -> None:
         require(
-            bool(self.name) and "/" not in self.name,
-            f"run.name must be a file name, got {self.name!r}; the folder is run.dir",
+            "/" not in self.name and 0 < len(self.name.encode(errors="surrogateescape")) <= 200,  # the date comes too
+            f"run.name must be a file name of at most 200 bytes, got {self.name!r}; the folder is run.dir",
         )
         url = self.checkpoint_dir
         require(

@@ -191,6 +191,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("~run.seed", ["cannot be removed", "run.seed=0"]),
         ("run.seed=${no.such}", ["run.seed", "no.such"]),
         ("run.name=a/b", ["run.name must be a file name"]),
+        (f"run.name={'ü' * 101}", ["run.name must be a file name of at most 200 bytes"]),
     ],
 )
 def test_mistakes_in_one_word_are_named(word: str, parts: list[str]) -> None:
