@@ -69,7 +69,7 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
                 keep_sources(folder, config)
                 result = asyncio.run(_beside_ray(train, config, folder, log, left, must_end=bool(changes)))
         except DiskFull as error:
-            raise DiskFull(f"{error}; {_what_is_saved(folder)}. Make room, and go on with slipstream resume") from error
+            raise DiskFull(f"{error}; {_what_is_saved(folder)}") from error
         log.say(result.summary())
     return result
 
@@ -132,5 +132,8 @@ def _told_to_end(folder: RunFolder) -> str:
 
 
 def _what_is_saved(folder: RunFolder) -> str:
-    complete = complete_checkpoints(folder.checkpoints)
-    return f"step {step_of(complete[-1])} is saved in {complete[-1]}" if complete else "no checkpoint is saved"
+    """And the cure."""
+    if not (complete := complete_checkpoints(folder.checkpoints)):
+        return "no checkpoint is saved. Make room, and start it again"
+    newest = complete[-1]
+    return f"step {step_of(newest)} is saved in {newest}. Make room, and go on with slipstream resume"

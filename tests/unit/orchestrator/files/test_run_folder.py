@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cases.largest_file import largest_file
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
 from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.files.run_folder import (
     changed_options,
     changed_packages,
@@ -129,3 +131,9 @@ def test_a_run_under_way_keeps_its_description_when_it_is_resumed_again(tmp_path
         run(again, ["run.seed=7"], folder)
     assert (folder.config.read_text(), folder.environment.read_text()) == before
     assert (tmp_path / "latest").resolve() == beside.root
+
+
+def test_a_disk_that_is_full_before_the_first_checkpoint_leaves_nothing_to_resume(tmp_path: Path) -> None:
+    folder = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    with largest_file(1000), pytest.raises(DiskFull, match=r"no checkpoint is saved\. Make room, and start it again"):
+        run(RunConfig(), [], folder)
