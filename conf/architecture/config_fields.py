@@ -39,7 +39,7 @@ def common_fields(
 def grouped_queries(
     config: JsonObject,
     head_dim: int,
-    rope: RopeSpec,
+    rope: RopeSpec | None = None,
     *,
     qkv_bias: bool = False,
     output_bias: bool = False,
@@ -47,7 +47,7 @@ def grouped_queries(
     needs_kv_heads: bool = True,
 ) -> GqaSpec:
     """Attention with fewer keys than queries; `needs_kv_heads` unless transformers' default is that there are as many
-    (elsewhere it is a number, which fits one model)."""
+    (elsewhere it is a number, which fits one model). `rope`: None: all of a head turns, as the config says."""
     heads = size(config, "num_attention_heads")
     if needs_kv_heads:
         require(config, "num_key_value_heads")
@@ -57,7 +57,7 @@ def grouped_queries(
             f"model.hf_config.num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
         )
     return GqaSpec(
-        rope=rope,
+        rope=rope or rope_spec(config, head_dim),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,

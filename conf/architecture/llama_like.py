@@ -36,9 +36,7 @@ def llama(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     _refuse_others_of_engine(config)
     head_dim = size(config, "head_dim", hidden_per_head(config))
     bias = bool(config.get("attention_bias", False))
-    attention = grouped_queries(
-        config, head_dim, rope_spec(config, head_dim), qkv_bias=bias, output_bias=bias, needs_kv_heads=False
-    )
+    attention = grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, needs_kv_heads=False)
     return ModelSpec(**common_fields(config, "LlamaForCausalLM"), attentions=in_all_layers(config, attention))
 
 
@@ -82,9 +80,7 @@ def qwen3(config: JsonObject, mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None =
     # Only the dense family has a default head_dim of its own.
     head_dim = size(config, "head_dim", 128 if moe is None else hidden_per_head(config))
     bias = bool(config.get("attention_bias", False))
-    attention = grouped_queries(
-        config, head_dim, rope_spec(config, head_dim), qkv_bias=bias, output_bias=bias, qk_norm=True
-    )
+    attention = grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=True)
     return ModelSpec(
         **common_fields(config, "Qwen3ForCausalLM" if moe is None else "Qwen3MoeForCausalLM"),
         attentions=in_all_layers(config, attention),
@@ -197,7 +193,7 @@ def olmoe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     refuse(config, attention_bias=(False, None), tie_word_embeddings=(False, None))
     refuse_windows(config)
     head_dim = _engine_head_dim(config)
-    attention = grouped_queries(config, head_dim, rope_spec(config, head_dim), qk_norm=True, needs_kv_heads=False)
+    attention = grouped_queries(config, head_dim, qk_norm=True, needs_kv_heads=False)
     return ModelSpec(
         **common_fields(config, "OlmoeForCausalLM", rms_norm_eps=1e-5),
         attentions=in_all_layers(config, replace(attention, norms_all_heads=True)),
@@ -249,7 +245,7 @@ def _qwen2_like(config: JsonObject, architecture: str, moe: MoeSpec | None = Non
     refuse(config, use_sliding_window=(False, None), qk_norm=(False, None))
     refuse_layer_types(config)
     head_dim = _engine_head_dim(config)
-    attention = grouped_queries(config, head_dim, rope_spec(config, head_dim), qkv_bias=True)
+    attention = grouped_queries(config, head_dim, qkv_bias=True)
     return ModelSpec(**common_fields(config, architecture), attentions=in_all_layers(config, attention), moe=moe)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
 from slipstream.weight_sync.plan.columns import (
+    Columns,
     Flags,
     Ints,
     LoadTable,
@@ -47,7 +48,7 @@ _INTEGER_COMPONENT = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class Chunks(Columns):
     """Contiguous ranges of parameters, in the order of the parameters and their bytes; offsets in elements."""
 
     param: Ints
@@ -63,23 +64,9 @@ class Chunks:
     pieces: PieceColumns
     """The pieces of all chunks, in order."""
 
-    @classmethod
-    def concat(cls, parts: Sequence[Chunks]) -> Chunks:
-        """The chunks of several layouts, in order; `param` still counts inside each layout."""
-        return cls(
-            param=np.concatenate([part.param for part in parts]),
-            offset=np.concatenate([part.offset for part in parts]),
-            num_elements=np.concatenate([part.num_elements for part in parts]),
-            group=np.concatenate([part.group for part in parts]),
-            layer=np.concatenate([part.layer for part in parts]),
-            holders=np.concatenate([part.holders for part in parts]),
-            num_pieces=np.concatenate([part.num_pieces for part in parts]),
-            pieces=PieceColumns.concat([part.pieces for part in parts]),
-        )
 
-
-@dataclass(slots=True)
-class _Runs:
+@dataclass(frozen=True, slots=True)
+class _Runs(Columns):
     """Parts of loads that are contiguous in the parameter and lie in one source cell."""
 
     param: Ints
@@ -89,18 +76,6 @@ class _Runs:
     shape: Ints
     axes: Ints
     holders: Ints
-
-    def take(self, index: Ints) -> _Runs:
-        """A copy of the runs at these positions."""
-        return _Runs(
-            self.param[index],
-            self.offset[index],
-            self.tensor[index],
-            self.start[index],
-            self.shape[index],
-            self.axes[index],
-            self.holders[index],
-        )
 
 
 def layer_of(tensor: str) -> int:
@@ -256,7 +231,7 @@ def _runs(layout: DestLayout, holders: Holders, wanted: Flags, who: str) -> _Run
         rest, index = np.divmod(rest, counts[part, position])
         dim, is_walked = order[part, position], position < outer[part]
         runs.start[row, dim] += index
-        runs.offset += index * stride[row, dim]
+        runs.offset[:] += index * stride[row, dim]
         runs.shape[row, dim] = np.where(is_walked, 1, runs.shape[row, dim])
     return runs
 
@@ -305,7 +280,7 @@ def _cut_by_rows(runs: _Runs, limit: Ints) -> tuple[_Runs, Ints]:
         first = within * step[owner]
         runs.start[row, dim] += first
         runs.shape[row, dim] = np.minimum(step[owner], num_rows[owner] - first)
-        runs.offset += first * row_elements[owner]
+        runs.offset[:] += first * row_elements[owner]
     return runs, limit
 
 

@@ -14,10 +14,10 @@ rows describe, in their order, and equals any other sequence of the same loads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
-from typing import TypeVar, overload
+from typing import Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,28 @@ _Int = TypeVar("_Int", bound=np.signedinteger)
 _Any = TypeVar("_Any", np.int64, np.bool_)
 
 
+@dataclass(frozen=True)
+class Columns:
+    """A table: its fields that are arrays have an entry per row, the others are about all rows."""
+
+    def columns(self) -> dict[str, Narrow]:
+        """All columns by name, in the order of the fields, which is also that of digests and files."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+    def take(self, index: Ints | slice) -> Self:
+        """The rows at these positions; those of a slice in the same memory."""
+        return replace(self, **{name: column[index] for name, column in self.columns().items()})
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, in order; what is about all rows is the first one's."""
+        tables = [part.columns() for part in parts]
+        return replace(parts[0], **{name: np.concatenate([table[name] for table in tables]) for name in tables[0]})
+
+
 @dataclass(frozen=True, eq=False)
-class LoadTable(Sequence[Load]):
+class LoadTable(Columns, Sequence[Load]):
     """The loads of one layout. Tensors and parameters share `names`, and so do the tables of an engine's ranks.
 
     Not hashable: its content is arrays.
@@ -69,18 +89,6 @@ class LoadTable(Sequence[Load]):
             np.array([load.offset for load in loads], np.int64),
             np.array([axes_code(walk) for walk in walks], np.int64),
         )
-
-    def columns(self) -> dict[str, Ints]:
-        """All columns by name, in the order in which digests and files have them."""
-        return {
-            "tensor": self.tensor,
-            "param": self.param,
-            "start": self.start,
-            "shape": self.shape,
-            "stride": self.stride,
-            "offset": self.offset,
-            "axes": self.axes,
-        }
 
     def params_in(self, numbers: Mapping[str, int]) -> Ints:
         """Each load's parameter in another numbering; -1 where that numbering lacks the name."""
@@ -143,11 +151,6 @@ class LoadTable(Sequence[Load]):
             np.array_equal(mine[:, :width][is_used], other_one[:, :width][is_used])
             for mine, other_one in ((self.start, other.start), (self.shape, other.shape), (self.stride, other.stride))
         )
-
-
-def concatenated(columns: Sequence[NDArray[_Int]]) -> NDArray[_Int]:
-    """Columns one after the other, in the width of their integers."""
-    return np.concatenate(columns)
 
 
 def as_list(column: Narrow) -> list[int]:

@@ -21,6 +21,7 @@ and is the byte that the engine's own loader would have put there. No task is lo
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from slipstream.weight_sync.plan.columns import Ints, LoadTable, num_dims
 from slipstream.weight_sync.plan.holders import Holders, find_holders
 from slipstream.weight_sync.plan.proof import prove_coverage
 from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES, Alike, Needs, choose_sources, schedule_of
-from slipstream.weight_sync.plan.tasks import DTYPES
+from slipstream.weight_sync.plan.tasks import DTYPES, PieceColumns
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan, digest_of, plan_digest
 
 SHARES_PER_SOURCE = 64
@@ -129,7 +130,8 @@ def _cut(alike: Sequence[Alike], holders: Holders, max_task_bytes: int, max_shar
         found.append(chunks)
         params.append(numbers[chunks.param])
         dtypes.append(dtype[chunks.param])
-    chunks, dtype = Chunks.concat(found), np.concatenate(dtypes)
+    pieces, dtype = PieceColumns.concat([one.pieces for one in found]), np.concatenate(dtypes)
+    chunks = replace(Chunks.concat(found), pieces=pieces)
     element_bytes = np.array([DTYPE_BYTES[name] for name in DTYPES], np.int64)[dtype]
     return Needs(
         alike=alike,

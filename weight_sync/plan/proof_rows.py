@@ -6,13 +6,13 @@ Owns: collecting rows, and showing one as a task. Does not own: what is proved o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 
 from slipstream.weight_sync.errors import PlanError
-from slipstream.weight_sync.plan.columns import Flags, Ints, first_true, spread, starts_of, widened
+from slipstream.weight_sync.plan.columns import Columns, Flags, Ints, first_true, spread, starts_of, widened
 from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable, mesh_group_of
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 
@@ -42,7 +42,7 @@ class Numbering:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Columns):
     """Rows of all sources; names numbered anew, the same for all."""
 
     names: Numbering
@@ -91,19 +91,7 @@ class Rows:
         """The rows of engine ranks of one number."""
         own = np.flatnonzero(self.dest_rank == dest_rank)
         row, within = spread(self.num_pieces[own])
-        return Rows(
-            self.names,
-            self.param[own],
-            self.offset[own],
-            self.num_bytes[own],
-            self.dtype[own],
-            self.group[own],
-            self.source[own],
-            self.dest_rank[own],
-            self.gets[own],
-            self.num_pieces[own],
-            self.pieces.take(starts_of(self.num_pieces)[own][row] + within),
-        )
+        return replace(self.take(own), pieces=self.pieces.take(starts_of(self.num_pieces)[own][row] + within))
 
     def task(self, row: int) -> Task:
         """A row as an object, for messages."""

@@ -178,7 +178,7 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
             needs.num_bytes[own],
             needs.dtype[own],
             chunks.num_pieces[own],
-            pieces.part(piece_edges[index], piece_edges[index + 1]),
+            pieces.take(slice(piece_edges[index], piece_edges[index + 1])),
         )
     return schedule
 

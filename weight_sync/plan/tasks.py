@@ -18,11 +18,11 @@ import numpy as np
 
 from slipstream.weight_sync.layout import DTYPE_BYTES, Destination, Region
 from slipstream.weight_sync.plan.columns import (
+    Columns,
     Ints,
     Narrow,
     as_list,
     axes_of,
-    concatenated,
     num_dims,
     region_of,
     starts_of,
@@ -75,7 +75,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceColumns:
+class PieceColumns(Columns):
     """Pieces of many rows. `tensor` numbers `names`; start and shape have one entry per dim of the tensor."""
 
     names: Sequence[str]
@@ -84,36 +84,6 @@ class PieceColumns:
     shape: Narrow
     axes: Narrow
     offset: Ints
-
-    def take(self, index: Ints) -> PieceColumns:
-        """The pieces at these positions."""
-        return PieceColumns(
-            self.names, self.tensor[index], self.start[index], self.shape[index], self.axes[index], self.offset[index]
-        )
-
-    def part(self, first: int, last: int) -> PieceColumns:
-        """The pieces first .. last - 1, in the same memory."""
-        window = slice(first, last)
-        return PieceColumns(
-            self.names,
-            self.tensor[window],
-            self.start[window],
-            self.shape[window],
-            self.axes[window],
-            self.offset[window],
-        )
-
-    @classmethod
-    def concat(cls, parts: Sequence[PieceColumns]) -> PieceColumns:
-        """The pieces of all parts, in order; the parts share their names and the width of their columns."""
-        return cls(
-            parts[0].names,
-            concatenated([part.tensor for part in parts]),
-            concatenated([part.start for part in parts]),
-            concatenated([part.shape for part in parts]),
-            concatenated([part.axes for part in parts]),
-            concatenated([part.offset for part in parts]),
-        )
 
     def expanded(self, first: int, count: int) -> tuple[Piece, ...]:
         """A row's pieces as objects."""
