@@ -148,7 +148,9 @@ class Watched:
         return (self.folder / "run.log").read_text()
 
     def phase(self, name: str, is_over: Callable[[list[dict[str, Any]]], bool], num_steps: int = 3) -> None:
-        """Wait until it is over, and for some steps more; then note how steps went meanwhile."""
+        """Wait until it is over, and for some steps more; then note how steps went meanwhile. `workers` is [how many
+        served, for how many steps], one after the other.
+        """
         began, first = time.time(), len(self.rows)
         deadline = time.monotonic() + LIMIT_S
         while not is_over(self.rows):
@@ -167,7 +169,10 @@ class Watched:
                 "steps": last - first,
                 "median_step_s": round(statistics.median(waits), 2),
                 "longest_wait_s": round(max(waits), 2),
-                "workers": [row["rollout/replicas_serving"] for row in rows],
+                "workers": [
+                    [number, len(list(same))]
+                    for number, same in itertools.groupby(row["rollout/replicas_serving"] for row in rows)
+                ],
                 "handed_over": sum(row["rollout/handed_over"] or 0 for row in rows),
                 "groups_again": sum(row["rollout/groups_failed"] or 0 for row in rows),
             }
