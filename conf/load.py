@@ -32,7 +32,7 @@ from slipstream.conf.earlier import carried_over, explain
 from slipstream.conf.elsewhere import CHOICES, counterpart
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.ignored import check_no_override_is_ignored
-from slipstream.conf.json_files import HfConfig, is_object
+from slipstream.conf.json_files import HfConfig, is_list, is_object
 from slipstream.conf.options import (
     CONF_DIR,
     GROUPS,
@@ -262,7 +262,7 @@ def _check_type(option: Option, override: Override) -> None:
 
 def _in_brackets(option: Option, value: object) -> str:
     """How a list is written, where that is what is missing; one of several has a length of its own."""
-    if option.name == "data.path" and isinstance(value, list):
+    if option.name == "data.path" and is_list(value):
         return f"Several are data.sources={show(value).replace(', ', ',')}"
     if not re.match(r"list of \D", option.type_label) or not isinstance(value, str | int | float):
         return ""
