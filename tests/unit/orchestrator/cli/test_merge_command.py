@@ -1,5 +1,6 @@
 """Locks: `slipstream merge` writes the model that base and adapter of a run compute, and refuses before it reads."""
 
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cases.tiny_models import hf_logits, logits_of, make_decoder, packed, relati
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import LoraConfig
+from slipstream.orchestrator.cli import merge
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.run_folder import to_plain
 from slipstream.orchestrator.inputs.model_folder import prepare_model
@@ -63,6 +65,16 @@ def test_the_model_is_what_base_and_adapter_compute(run: Path, capsys: pytest.Ca
 def test_a_folder_of_choice_and_a_step(run: Path, tmp_path: Path) -> None:
     assert main(["merge", str(run), "--checkpoint", "5", "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (run / "merged").exists()
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run keeps its newest two, and its next steps may take less time than the read of a large base."""
+    monkeypatch.setattr(merge, "tell", lambda _: shutil.rmtree(run / "checkpoints" / "step-000005"))
+    assert main(["merge", str(run)]) == 2
+    gone = run / "checkpoints" / "step-000005" / "adapter"
+    assert f"the run has removed {gone} meanwhile: it keeps 2 (run.keep_checkpoints)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
