@@ -61,7 +61,7 @@ _OWN_CLUSTER = (
     Variable("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0", "despite its name: makes Ray use 127.0.0.1 on Linux, too"),
     Variable("RAY_AUTH_MODE", "token", "other users of this machine reach loopback, too", is_fixed=True),
     Variable("RAY_worker_niceness", "0", "at Ray's 15 any other busy program of the machine starves engines and ranks"),
-    Variable("RAY_task_events_report_interval_ms", "0", "its GCS would keep 3.6 kB of each of 100,000 calls"),
+    Variable("RAY_task_events_max_num_task_in_gcs", "100", "its GCS would keep 3.6 kB of each of 100,000 calls"),
     Variable("RAY_DASHBOARD_STARTUP_TIMEOUT_S", "300", "as long as for Ray: a busy machine needs more than its 60 s"),
     Variable("RAY_GRAFANA_DATA_DASHBOARD_UID", "slipstream", "Ray's page shows our dashboard where it has Ray Data's"),
     Variable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine; the host's name may not resolve"),
