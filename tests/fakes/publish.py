@@ -166,7 +166,7 @@ def engine_params(rank: int) -> dict[str, torch.Tensor]:
 class PlainEngine:
     """A ReplicaHandler over plain tensors: one Receiver a rank."""
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(self, transports: Sequence[Transport], *, landing_bytes: int = 0) -> None:
         self.params = [engine_params(rank) for rank in range(len(transports))]
         self.receivers = [
             Receiver(
@@ -175,6 +175,7 @@ class PlainEngine:
                 transport,
                 repack=lambda _name, tensor: tensor.copy_(repacked(tensor.clone())),
                 recompute=lambda params=params: params["absorbed"].copy_(params["norm"] * 2),
+                landing_bytes=landing_bytes,
             )
             for rank, (params, transport) in enumerate(zip(self.params, transports, strict=True))
         ]

@@ -15,8 +15,9 @@ from fakes.ranked_engine import REPACKED, MirrorEngine
 
 from slipstream.conf.schema import DType, OptimConfig, TrainMode, WeightSyncConfig
 from slipstream.trainer.rank import TrainerRank
-from slipstream.weight_sync.changes import Landed
+from slipstream.weight_sync.changes import Landed, max_records
 from slipstream.weight_sync.publish.landings import Landing
+from slipstream.weight_sync.publish.staging_slots import Slots
 from slipstream.weight_sync.replica import landing
 
 ZONE_BYTES = 1 << 16
@@ -204,6 +205,27 @@ def test_changes_land_while_engines_serve_and_what_goes_whole_is_written_once_th
     assert (report.num_committed, report.num_takers) == (2, 1) and world.all_hold_it(), report
     assert seen == {(number, is_ahead, is_ahead) for number in (0, 1) for is_ahead in (True, False)}
     assert world.whole_bytes / 2 < report.num_bytes < world.whole_bytes
+
+
+def test_only_loads_of_which_something_goes_whole_are_packed_again(make_world, monkeypatch):
+    world = make_world(lr=1e-6, watermark_bytes=300_000)
+    world.publish()
+    world.step()
+    real, packed = Slots.pack, []
+
+    def noting(self, slot, load, *more, **options):
+        packed.append(load.number)
+        return real(self, slot, load, *more, **options)
+
+    monkeypatch.setattr(Slots, "pack", noting)
+    assert world.publish().num_committed == 1 and world.all_hold_it()
+    loads = world.rank.delivery._publisher._pipeline.loads
+    again = [
+        number
+        for number, packets in enumerate(loads)
+        if any(task.param == REPACKED or max_records(task.num_bytes) <= 0 for one in packets for task in one.tasks)
+    ]
+    assert packed == [*range(len(loads)), *again] and 0 < len(again) < len(loads) - 1
 
 
 def test_nothing_is_sent_ahead_to_where_an_engine_was_before_it_was_started_again(make_world):

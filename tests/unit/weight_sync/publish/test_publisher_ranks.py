@@ -14,6 +14,7 @@ from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_l
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.disk.kept_source import KeptSource
 from slipstream.weight_sync.errors import (
     LinkMismatch,
     PlanError,
@@ -40,17 +41,21 @@ NUM_BYTES = sum((40, 10, 70, 80, 80))
 class World:
     """Two trainer ranks that hold different shards, and two replicas of two ranks."""
 
-    def __init__(self, num_replicas: int = 2) -> None:
+    def __init__(self, num_replicas: int = 2, zone: int = 0) -> None:
         self.fabric = MemoryFabric()
         self.room = Room(NUM_RANKS)
-        self.engines = [PlainEngine([MemoryTransport(self.fabric) for _ in range(2)]) for _ in range(num_replicas)]
+        self.engines = [
+            PlainEngine([MemoryTransport(self.fabric) for _ in range(2)], landing_bytes=zone)
+            for _ in range(num_replicas)
+        ]
         self.endpoints = [EndpointThread(engine) for engine in self.engines]
         self.sources = [DictSource(rank, num_ranks=NUM_RANKS) for rank in range(NUM_RANKS)]
         self.links = [MemoryTransport(self.fabric) for _ in range(NUM_RANKS)]
         self.publishers: list[Publisher] = [
             Publisher(
-                self.sources[rank], self.links[rank], rank=rank, world_size=NUM_RANKS, group=self.room, key=KEY,
-                config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=30.0),
+                KeptSource(self.sources[rank], 1 << 16, "cpu") if zone else self.sources[rank], self.links[rank],
+                rank=rank, world_size=NUM_RANKS, group=self.room, key=KEY,
+                config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=30.0, delta_bytes=zone),
             )
             for rank in range(NUM_RANKS)
         ]  # fmt: skip
@@ -372,3 +377,23 @@ def test_changes_of_all_ranks_are_what_an_engine_rank_is_told_of(make) -> None:
     results = [RankPublishReport(changes={(0, 1): part}) for part in (b"of rank 0", b", of rank 1")]
     publisher._rank0.finish(transaction, results, Sums(publisher._places), None)
     assert [(one.base, one.changes) for one in told] == [("", b""), ("base", b"of rank 0, of rank 1")]
+
+
+def test_a_replica_to_which_one_rank_cannot_send_changes_ahead_is_asked_nothing(
+    make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make(zone=1 << 12)
+    for version in range(2):
+        assert committed(report := world.publish(version)) == [True, True]
+    assert report.num_takers == 4
+    calls = len(world.engines[1].calls)
+    with monkeypatch.context() as patch:
+        for publisher, errors in zip(world.publishers, ({}, {1: "TransferFailed: the link is down"}), strict=True):
+            patch.setattr(publisher._pipeline, "send_ahead", lambda *_, errors=errors, **__: errors)
+        report = world.publish(2)
+    assert committed(report) == [True, False]
+    assert report.replicas[1].error == "trainer rank 1: TransferFailed: the link is down"
+    assert len(world.engines[1].calls) == calls
+    states = [endpoint.endpoint.state for endpoint in world.endpoints]
+    assert [(state.is_serving, state.version) for state in states] == [(True, 2), (True, 1)], "what it had, whole"
+    assert committed(world.publish(3)) == [True, True]
