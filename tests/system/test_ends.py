@@ -119,7 +119,7 @@ def ended_in_a_publish() -> EndedInAPublish:
             closed.touch()
             run.wait_for(waits.exists)
             attempts = attempts_beside(run.said, run.folder) if os.geteuid() == 0 else {}
-            kept_calls = listed_calls(run.said)
+            run.wait_for(lambda: listed_calls(run.said))  # processes report them once a second
             server = run.worker("rollout-0").parent()
             host = psutil.Process(server.ppid() if server else None)
             assert "slipstream.orchestrator.cluster.ray_host" in host.cmdline(), "the fork server was begun before Ray"
@@ -127,6 +127,7 @@ def ended_in_a_publish() -> EndedInAPublish:
             engine.suspend()
             closed.unlink()
             run.wait_for(lambda: len(PUBLISH_BEGINS.findall(run.log)) > num_ended)
+            kept_calls = listed_calls(run.said)
             run.tell_to_end()
             run.wait_for(lambda: "told to end: waiting for the step under way" in run.log)
             log_when_told = run.log
