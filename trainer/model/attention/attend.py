@@ -48,8 +48,8 @@ class AttentionBackend(StrEnum):
 def choose_attention_backend(
     device: torch.device, dtype: torch.dtype, attention: GqaSpec | MlaSpec
 ) -> AttentionBackend:
-    """On CUDA with a 16-bit dtype: flex for sinks; cudnn if it is the fastest and takes the heads; varlen for a
-    head_dim that is a multiple of 8 up to 256. Otherwise padded."""
+    """On CUDA with a 16-bit dtype: flex for sinks; cudnn if it is the fastest and takes the heads; varlen for keys of a
+    multiple of 8 up to 256, and values that are no wider. Otherwise padded."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return AttentionBackend.padded
     if attention.sinks:
@@ -59,7 +59,7 @@ def choose_attention_backend(
     heads = (attention.num_heads, attention.num_kv_heads, attention.qk_head_dim, attention.v_head_dim)
     if heads[2:] in CUDNN_WIDTHS and _cudnn_takes(device, dtype, *heads):
         return AttentionBackend.cudnn
-    fits = attention.qk_head_dim % 8 == 0 and attention.qk_head_dim <= 256
+    fits = attention.qk_head_dim % 8 == 0 and attention.v_head_dim <= attention.qk_head_dim <= 256
     return AttentionBackend.varlen if fits else AttentionBackend.padded
 
 

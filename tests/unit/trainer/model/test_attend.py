@@ -5,12 +5,16 @@ Kernels run in tests/gpu.
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from cases.tiny_models import LENGTHS, packed, relative_error
+from cases.tiny_configs import BY_FAMILY
+from cases.tiny_models import LENGTHS, logprob_gradients, make_decoder, packed, relative_error
+from fakes.attention_kernels import engine_kernel, use_stand_ins
 
-from slipstream.trainer.model.attention import attend as attend_module
+from slipstream.trainer.model.attention import attend as attend_module, grouped_queries, latent
 from slipstream.trainer.model.attention.attend import AttentionBackend, attend, padded_attention, refusal_of
 from slipstream.trainer.model.attention.flash_attention import (
     AttentionCall,
@@ -20,6 +24,7 @@ from slipstream.trainer.model.attention.flash_attention import (
     put_back,
     runs_of_equal_length,
 )
+from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
 
@@ -118,3 +123,39 @@ def test_cudnn_is_tried_on_the_device_while_a_decoder_is_built_on_meta(monkeypat
     with torch.device("meta"):
         assert attend_module._cudnn_takes.__wrapped__(cpu, torch.float32, 2, 1, 64, 64)
     assert tried == [cpu] * 4
+
+
+@pytest.mark.parametrize("backend", ["varlen", "cudnn"])
+@pytest.mark.parametrize(
+    ("family", "is_engines"),
+    [("qwen3_moe", False), ("deepseek", False), ("gemma3", False), ("deepseek", True), ("gpt_oss", True)],
+)
+def test_decoders_call_kernels_of_gpus_as_these_take_it(
+    family: str, backend: str, is_engines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for the kernels, log-probabilities and gradients are those of padded attention."""
+    plain, plain_gradients = logprob_gradients(make_decoder(BY_FAMILY[family]), packed())
+    use_stand_ins(monkeypatch)
+    for module in (grouped_queries, latent):
+        monkeypatch.setattr(module, "choose_attention_backend", lambda *_: AttentionBackend(backend))
+    monkeypatch.setattr(PackedSequences, "is_long", True)
+    by = Forward(attention=engine_kernel) if is_engines else None
+    found, gradients = logprob_gradients(make_decoder(BY_FAMILY[family], by=by), packed())
+    assert relative_error(found, plain) < 1e-5
+    for name, expected in plain_gradients.items():
+        actual = gradients[name]
+        assert (actual is None) == (expected is None), name
+        assert actual is None or expected is None or relative_error(actual, expected) < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "expected"), [(64, 48, "varlen"), (64, 72, "padded"), (60, 60, "padded")]
+)
+def test_varlen_takes_no_values_that_are_wider_than_keys(
+    key_dim: int, value_dim: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(attend_module, "_cudnn_takes", lambda *_: False)
+    heads = SimpleNamespace(sinks=False, num_heads=2, num_kv_heads=2, qk_head_dim=key_dim, v_head_dim=value_dim)
+    chosen = attend_module.choose_attention_backend(torch.device("cuda"), torch.bfloat16, cast(Any, heads))
+    assert chosen == expected
