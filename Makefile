@@ -42,7 +42,7 @@ unit: setup       ## No GPU, network or Ray; 3 to 8 min on two cores
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real browser
 	@requirements/browser.sh
-	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(CONTRACT_PRIORITY) $(PY) -m pytest tests/contract -q $(SHARED) --durations=40
+	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(CONTRACT_PRIORITY) $(PY) -m pytest tests/contract -q $(SHARED) -o timeout=900 --durations=40
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q $(SHARED) -o timeout=600 --durations=40
