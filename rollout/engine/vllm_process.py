@@ -294,8 +294,10 @@ class VllmProcess:
 
     def last_output(self, request_id: str) -> Any:
         """What vLLM's client has of a request of an engine that is gone, as if it had been aborted; None: nothing."""
-        processor: Any = getattr(self.llm, "output_processor", None)
-        if processor is None or not processor.external_req_ids.get(request_id):
+        if self.llm is None:
+            return None
+        processor: Any = self.llm.output_processor
+        if not processor.external_req_ids.get(request_id):
             return None
         queue = processor.request_states[processor.external_req_ids[request_id][0]].queue
         processor.abort_requests([request_id], internal=False)

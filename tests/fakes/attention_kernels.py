@@ -55,7 +55,7 @@ def _values(
 def _gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v of one sequence."""
+    """What q, k and v of one sequence get, from the log sums that the forward gave."""
     repeats = q.shape[1] // k.shape[1]
     k_LND, v_LNV = k.repeat_interleave(repeats, 1).double(), v.repeat_interleave(repeats, 1).double()
     shares = (_logits(q, k, scale, window) - log_sums.double()[..., None]).exp()

@@ -305,6 +305,7 @@ def test_requests_end_when_the_engine_dies_without_a_word_of_vllms(
 
     class Silent:
         errored = False
+        output_processor = SimpleNamespace(external_req_ids={})
 
         async def generate(self, *_: object, **__: object):
             process.exitcode = -signal.SIGSEGV
