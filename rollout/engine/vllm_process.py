@@ -166,6 +166,8 @@ class VllmProcess:
         """What the engine's processes have written since they were started."""
         self._death: asyncio.Future[EngineError] | None = None
         """Done when the engine is gone; one watches for all requests. None: nobody has asked yet."""
+        self._reported = ""
+        """How one of the engine's processes died, at the last look."""
         self._hangs = False
         """Whether a call passed its deadline. From then on it is unknown what the engine's ranks hold."""
 
@@ -221,9 +223,13 @@ class VllmProcess:
         return self.llm
 
     def check(self) -> None:
-        """Raise EngineDied if one of the engine's processes has ended, or a call was left unanswered."""
-        if self.llm is not None and any(process.exitcode is not None for process in self.children):
-            raise self.death()
+        """Raise EngineDied if one of the engine's processes has ended, or a call was left unanswered. One that a signal
+        ends may hang in a handler of a library after ours: its report, the same at two looks, is its end."""
+        if self.llm is not None:
+            before, self._reported = self._reported, death_of_a_child()
+            is_reported = bool(before) and before == self._reported
+            if is_reported or any(process.exitcode is not None for process in self.children):
+                raise self.death()
         self.running()
 
     async def in_time(self, call: Awaitable[T], what: str, timeout_s: float) -> T:

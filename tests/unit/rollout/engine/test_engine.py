@@ -20,6 +20,7 @@ from cases.tiny_configs import GEMMA4
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.rollout.crash_reports import PARENT_VARIABLE
 from slipstream.rollout.engine import engine_options
 from slipstream.rollout.engine.engine_options import (
     capture_sizes,
@@ -273,6 +274,20 @@ def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_
     engine.check()
     process.exitcode = -signal.SIGKILL
     with pytest.raises(EngineDied, match="the engine's process was ended by SIGKILL; this rollout worker must be"):
+        engine.check()
+
+
+def test_an_engine_that_hangs_while_a_signal_ends_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "rollout-0"))
+    (tmp_path / "config.json").write_text("{}")
+    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine.process.llm = cast(Any, SimpleNamespace(errored=False))
+    engine.process.children = cast(Any, [SimpleNamespace(exitcode=None)])
+    report = tmp_path / "rollout-0-EngineCore.txt"
+    for text in ("", "Fatal Python error: Segmentation fault\n"):  # the second may still be written to
+        report.write_text(text)
+        engine.check()
+    with pytest.raises(EngineDied, match="the engine's process died of SIGSEGV"):
         engine.check()
 
 
