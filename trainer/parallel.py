@@ -133,7 +133,7 @@ def take_device(device: str, rank: int) -> torch.device:
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The host's tensor there. The host does not wait: neither for the copy nor for what the device does before it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def device_bytes(device: torch.device) -> int:

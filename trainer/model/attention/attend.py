@@ -75,8 +75,8 @@ def _cudnn_takes(
     if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
     shapes = ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, 2 * value_dim))
-    with torch.device(device), torch.enable_grad():  # whoever builds a decoder does it on meta
-        q, k, kv = (torch.zeros(LONG, *shape, dtype=dtype) for shape in shapes)
+    with torch.device("cpu"), torch.enable_grad():  # as in a step; whoever builds a decoder does it on meta
+        q, k, kv = (torch.zeros(LONG, *shape, dtype=dtype, device=device) for shape in shapes)
         q, k, v = (x.requires_grad_() for x in (q, k, kv[..., value_dim:]))  # a latent's values lie beside its keys
         call = AttentionCall(PackedSequences.from_cu_seqlens(torch.tensor([0, LONG]), LONG, device), 1.0)
         refusal = refusal_of(lambda: cudnn_attention(q, k, v, call).sum().backward())

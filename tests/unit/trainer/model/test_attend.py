@@ -109,7 +109,10 @@ def test_flex_attention_is_padded_attention(window, has_sinks):
     assert relative_error(mine, wanted) < 1e-5
 
 
-def test_cudnn_is_tried_on_the_device_while_a_decoder_is_built_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"], ids=["with the host's data", "apart from the host"])
+def test_cudnn_is_tried_on_the_device_while_a_decoder_is_built_on_meta(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[torch.device] = []
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -119,10 +122,9 @@ def test_cudnn_is_tried_on_the_device_while_a_decoder_is_built_on_meta(monkeypat
     monkeypatch.setattr(attend_module, "cudnn_attention", kernel)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    cpu = torch.device("cpu")
     with torch.device("meta"):
-        assert attend_module._cudnn_takes.__wrapped__(cpu, torch.float32, 2, 1, 64, 64)
-    assert tried == [cpu] * 4
+        assert attend_module._cudnn_takes.__wrapped__(torch.device(device), torch.float32, 2, 1, 64, 64)
+    assert tried == [torch.device(device)] * 4
 
 
 @pytest.mark.parametrize("backend", ["varlen", "cudnn"])
