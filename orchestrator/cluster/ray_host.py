@@ -37,6 +37,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,9 @@ def _end_with_stdin(options: HostOptions, controller: _Controller) -> None:
         folder.keep_logs(Path(options.logs))
         folder.remove()
     finally:
-        os._exit(0)  # Ray's own way out would wait for servers that are gone
+        if sys.exception() is not None:
+            traceback.print_exc()  # nobody comes back to it
+        os._exit(int(sys.exception() is not None))  # Ray's own way out would wait for servers that are gone
 
 
 def tell_instead(run: Path, lost: str) -> None:
@@ -271,8 +274,11 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> str:
 
 def _vital_servers() -> dict[int, str]:
     """A descriptor of each server that nothing can do without, by name; none before all have started."""
-    found = {child.name(): child.pid for child in psutil.Process().children() if child.name() in _VITAL}
-    return {os.pidfd_open(pid): name for name, pid in found.items()} if len(found) == len(_VITAL) else {}
+    found: dict[str, int] = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # Ray has helpers that end, and a log monitor that is ended
+            found[child.name()] = child.pid
+    return {os.pidfd_open(found[name]): name for name in _VITAL} if found.keys() >= {*_VITAL} else {}
 
 
 def _how_it_ended(pidfd: int) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slipstream.conf.schema import RunConfig
@@ -124,6 +127,26 @@ def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_s
     assert host.lost == f"{told[0]['lost']}, which holds the run's Ray cluster, is gone: it was ended by SIGKILL"
     assert not host.reached.has_let_go, "whoever ends in order says so: the others have nothing to tell any more"
     assert [server.wait() for server in servers] == [-signal.SIGKILL] * 2
+
+
+def test_a_child_that_ends_while_servers_are_looked_for_is_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's log monitor is ended just then, and took the whole run with it."""
+    programs = [shutil.copy(shutil.which("sleep") or "", tmp_path / name) for name in ("gone", "gcs_server", "raylet")]
+    gone, *servers = started = [subprocess.Popen([program, "600"]) for program in programs]
+    children = [psutil.Process(one.pid) for one in started]
+    gone.kill()
+    gone.wait()
+    monkeypatch.setattr(psutil.Process, "children", lambda _: children)
+    found = ray_host._vital_servers()
+    assert sorted(found.values()) == ["gcs_server", "raylet"]
+    children.pop()
+    assert ray_host._vital_servers() == {}, "before all have started"
+    for server in servers:
+        server.kill()
+        server.wait()
+    assert select.select([*found], [], [], 20)[0]
 
 
 def test_a_controller_that_ray_has_ended_with_a_server_is_spoken_for(
