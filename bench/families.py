@@ -142,7 +142,7 @@ MORE_WORDS = {
     "deepseek_v32 beyond index_topk": [
         LONG_PROMPTS, "data.max_prompt_tokens=null", "rollout.max_model_len=3584",
         "rollout.sampling.max_tokens=1536", "rollout.sampling.stop_at_eos=false", "algorithm.groups_per_step=2",
-        "algorithm.group_size=8", "run.num_steps=4",
+        "algorithm.group_size=8", "run.num_steps=6",
     ],
 }  # fmt: skip
 """Row of --own -> further options of it."""
