@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from fakes.loop import FakeWorker, World, outcome
+from fakes.trainer import outcome
+from fakes.workers import FakeWorker
+from fakes.world import World
 from slipstream.fleet.fleet_log import FleetEvent, FleetRow
 from slipstream.fleet.replicas import Replica, ReplicaState
 from slipstream.fleet.supervisor import Supervisor

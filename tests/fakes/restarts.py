@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from fakes.fleet import FakeFleet, until
-from fakes.loop import FakeWorker
+from fakes.workers import FakeWorker
 from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import Router

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.fleet import FakeFleet
-from fakes.loop import FakeWorker, World, an_offer, outcome
+from fakes.trainer import outcome
+from fakes.workers import FakeWorker, an_offer
+from fakes.world import World
 
 from slipstream.fleet import roster, scaling
 from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft

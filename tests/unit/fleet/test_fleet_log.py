@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.loop import FakeWorker, World
+from fakes.workers import FakeWorker
+from fakes.world import World
 
 from slipstream.fleet.fleet_log import FleetEvent, FleetLog, FleetRow, count_tokens
 from slipstream.fleet.replicas import Replica, ReplicaState

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.fleet import FakeFleet, until
-from fakes.loop import FakeWorker
+from fakes.workers import FakeWorker
 
 from slipstream.fleet import following as following_module
 from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft

@@ -1,6 +1,6 @@
 """Locks: who is written and who reads in a publish by relay, and that no failure costs more than it must.
 
-Supervisor and relay are the product's own; workers and the trainer's publish are fakes (tests/fakes/loop.py).
+Supervisor and relay are the product's own; workers and the trainer's publish are fakes (tests/fakes/workers.py).
 """
 
 import asyncio
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from fakes.clock import on_jumping_clock
-from fakes.loop import FakeWorker, World, an_offer, outcome, publish_report
+from fakes.trainer import outcome, publish_report
+from fakes.workers import FakeWorker, an_offer
+from fakes.world import World
 
 from slipstream.fleet import relay
 from slipstream.fleet.relay import by_node, publish_by_relay

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from fakes.clock import on_jumping_clock
 from fakes.fleet import serve, supervised, until
-from fakes.loop import FakeWorker, World, outcome
+from fakes.trainer import outcome
+from fakes.workers import FakeWorker
+from fakes.world import World
 
 from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.errors import NoReplicasLeft

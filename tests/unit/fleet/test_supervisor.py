@@ -7,7 +7,7 @@ import weakref
 import pytest
 from fakes.clock import on_jumping_clock
 from fakes.fleet import serve, supervised, until
-from fakes.loop import outcome
+from fakes.trainer import outcome
 
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState

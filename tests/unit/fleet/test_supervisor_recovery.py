@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 from fakes.fleet import until
-from fakes.loop import FakeWorker, an_offer, outcome
 from fakes.restarts import PROMPT, Cast, broken_link, serving, turns
+from fakes.trainer import outcome
+from fakes.workers import FakeWorker, an_offer
 
 from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import ReplicaState

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.fleet import until
-from fakes.loop import FakeWorker, World, outcome
 from fakes.restarts import PROMPT, Cast, broken_link, serving, turns
+from fakes.trainer import outcome
+from fakes.workers import FakeWorker
+from fakes.world import World
 
 from slipstream.fleet import roster as roster_module
 from slipstream.fleet.errors import NoReplicasLeft

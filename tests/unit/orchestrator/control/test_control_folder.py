@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fakes.loop import FakeWorker, World
+from fakes.workers import FakeWorker
+from fakes.world import World
 
 from slipstream.conf.errors import ConfigError
 from slipstream.fleet.replicas import ReplicaState

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.loop import measured, outcome, publish_report
+from fakes.trainer import measured, outcome, publish_report
 from rich.console import Console
 
 from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, evaluate_groups

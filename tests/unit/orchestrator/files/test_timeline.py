@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.loop import outcome, publish_report
+from fakes.trainer import outcome, publish_report
 
 from slipstream.orchestrator.files.timeline import (
     MOST_SPANS,

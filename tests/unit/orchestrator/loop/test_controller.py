@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes.loop import FakeWorker, Loop, Unpublished, make_config
+from fakes.loop import Loop, Unpublished, make_config
+from fakes.workers import FakeWorker
 
 from slipstream.conf.schema import Relay, WeightSyncConfig
 from slipstream.fleet.errors import NoReplicasLeft

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.loop import FakeWorker, Loop, World, make_config
+from fakes.loop import Loop, make_config
+from fakes.workers import FakeWorker
+from fakes.world import World
 
 from slipstream.conf.schema import RunConfig, SyncMode, WeightSyncConfig
 from slipstream.fleet.errors import NoReplicasLeft

@@ -7,7 +7,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from fakes.loop import FakeTrainer, World, make_config
+from fakes.loop import make_config
+from fakes.trainer import FakeTrainer
+from fakes.world import World
 from rich.console import Console
 
 from slipstream.conf.schema import AlgorithmConfig, Objective

@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.loop import FakeWorker, Loop, World, make_config, outcome
+from fakes.loop import Loop, make_config
+from fakes.trainer import outcome
+from fakes.workers import FakeWorker
+from fakes.world import World
 
 from slipstream.conf.schema import RolloutConfig, RunConfig, SamplingConfig
 from slipstream.fleet.router import Router

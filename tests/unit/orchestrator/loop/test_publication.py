@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.loop import FakeWorker, World, outcome, publish_report
+from fakes.trainer import outcome, publish_report
+from fakes.workers import FakeWorker
+from fakes.world import World
 
 from slipstream.conf.schema import Relay, SyncMode, WeightSyncConfig
 from slipstream.fleet.replicas import Held, Replica

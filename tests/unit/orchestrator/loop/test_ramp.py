@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from fakes.clock import on_jumping_clock
-from fakes.loop import FakeWorker, Loop, World, make_config
+from fakes.loop import Loop, make_config
+from fakes.workers import FakeWorker
+from fakes.world import World
 from hypothesis import given, strategies as st
 
 from slipstream.fleet.replicas import Replica, ReplicaState

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.loop import FakePrompts, FakeWorker, Loop, make_config
+from fakes.loop import FakePrompts, Loop, make_config
+from fakes.workers import FakeWorker
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fakes.loop import FakeWorker, World, outcome
+from fakes.trainer import outcome
+from fakes.workers import FakeWorker
+from fakes.world import World
 from tokenizers import Tokenizer
 
 from slipstream.conf.schema import DataConfig, EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig

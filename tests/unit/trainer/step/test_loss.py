@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from fakes.loop import MAXIMA, SUMS, VECTORS
+from fakes.trainer import MAXIMA, SUMS, VECTORS
 from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig, Correction, KlEstimator, KlPlace, Normalization, RatioBaseline

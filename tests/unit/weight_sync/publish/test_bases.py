@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.loop import publish_report
 from fakes.publish import KEY
+from fakes.trainer import publish_report
 
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.layout import (
