@@ -4,10 +4,10 @@
 
 The quick start's model with rollout.num_workers=1..3 on two CPU cores. A node has room for one worker, and the first
 one for the trainer, too. Two nodes join while it trains. Then one is cut off for a few seconds, and one for longer, by
-`slipstream chaos`; a lost one joins again. In the end one gets a notice (rollout.notice), and the other is gone at
-once, as in a power cut. Every second step has an evaluation, whose responses are greedy. The policy stands still (a
-learning rate of 1e-12): all of these must be those of an undisturbed run, token by token. Writes
-bench/results/nodes-cpu.json with what was seen of each phase, and the checks of chaos_matrix.py.
+`slipstream chaos`; a lost one joins again. In the end one gets a notice (rollout.notice) when its figures say that it
+has begun responses, and the other is gone at once, as in a power cut. Every step has an evaluation, whose responses are
+greedy. The policy stands still (a learning rate of 1e-12): all of these must be those of an undisturbed run, token by
+token. Writes bench/results/nodes-cpu.json with what was seen of each phase, and the checks of chaos_matrix.py.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ ray.get(groups[0].ready())
 WORDS = [
     *POLICY, f"cluster.ray_address={HEAD}", "rollout.num_workers=1..3", f"rollout.notice={NOTICE}", "run.loggers=[]",
     "trainer.num_ranks=1", "trainer.ep_size=1", "trainer.optim.lr=1e-12", "rollout.max_model_len=348",
-    "rollout.sampling.max_tokens=60", "rollout.eval.temperature=0", "run.eval_every_steps=2", "run.samples_per_step=24",
-    "run.checkpoint_every_steps=0", "run.num_steps=100000",
+    "rollout.sampling.max_tokens=300", "rollout.eval.temperature=0", "run.eval_every_steps=1",
+    "run.samples_per_step=24", "algorithm.group_size=4", "run.checkpoint_every_steps=0", "run.num_steps=100000",
 ]  # fmt: skip
-NUM_STARTS, NUM_HELD_OUT = 4, 24
+NUM_STARTS, NUM_HELD_OUT, NUM_TOKENS = 4, 24, 300
+"""Every response has NUM_TOKENS: the quick start's do not end at a token."""
 SHORT_S, LONG_S = 4.0, 90.0
 """Ray gives a node up that is silent for half a minute or so."""
 
@@ -152,12 +153,9 @@ class Watched:
         served, for how many steps], one after the other.
         """
         began, first = time.time(), len(self.rows)
-        deadline = time.monotonic() + LIMIT_S
-        while not is_over(self.rows):
-            self._look(name, deadline)
+        self.wait(name, is_over)
         over_s, last = time.time() - began, len(self.rows)
-        while len(self.rows) < last + num_steps:
-            self._look(name, deadline)
+        self.wait(name, lambda rows: len(rows) >= last + num_steps)
         spans = [row for row in read_rows(self.folder / "timeline.jsonl") if row["step"] >= first]
         ends = [began, *(row["to"] for row in spans)]
         waits = [after - before for before, after in itertools.pairwise(ends)]
@@ -179,18 +177,28 @@ class Watched:
         )
         print(json.dumps(self.phases[-1]), flush=True)
 
-    def _look(self, name: str, deadline: float) -> None:
-        if self._command.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"{name}: the run {'has ended' if self._command.poll() is not None else 'does not get there'}")
-        time.sleep(0.2)
+    def wait(self, name: str, is_over: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Until it is over; the bench ends if the run does, or takes too long."""
+        deadline = time.monotonic() + LIMIT_S
+        while not is_over(self.rows):
+            if self._command.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"{name}: the run {'has ended' if self._command.poll() is not None else 'does not get there'}")
+            time.sleep(0.2)
 
     def worker_on(self, node: Node) -> str:
-        """The newest one that began there, by its number."""
-        return re.findall(rf"rollout-(\d+)\S* is process \d+ at tcp://{re.escape(node.address)}:", self.log)[-1]
+        """The newest process of one that began there. Example: "rollout-2.1", after a restart."""
+        return re.findall(rf"(rollout-\S+) is process \d+ at tcp://{re.escape(node.address)}:", self.log)[-1]
+
+    def begins_responses(self, node: Node) -> bool:
+        """Whether its worker, asked twice, had none under way at first and then some."""
+        rows, name = read_rows(self.folder / "fleet.jsonl"), self.worker_on(node)
+        counts = [row["tokens"] for row in rows if (row["name"], row["event"]) == (name, "tokens")]
+        return [count % NUM_TOKENS > 0 for count in counts[-2:]] == [False, True]
 
     def cut(self, node: Node, seconds: float) -> dict[str, Any]:
         """`slipstream chaos` cuts it off."""
-        words = [f"worker-{self.worker_on(node)}", "--what", "cut", "--stop-s", str(seconds), "--patience-s", "300"]
+        victim = self.worker_on(node).replace("rollout", "worker").partition(".")[0]
+        words = [victim, "--what", "cut", "--stop-s", str(seconds), "--patience-s", "300"]
         done = subprocess.run(
             [*MODULE, "chaos", str(self.folder), *words, "--json"], capture_output=True, text=True, timeout=LIMIT_S
         )
@@ -212,26 +220,29 @@ def joined(nodes: dict[int, Node], folder: Path, *numbers: int) -> bool:
 
 def come_and_go(watched: Watched, nodes: dict[int, Node], folder: Path) -> list[dict[str, Any]]:
     """One, three, one. What `slipstream chaos` said."""
-    watched.phase("quiet", lambda rows: len(rows) >= 8)
+    watched.phase("quiet", lambda rows: len(rows) >= 4)
     watched.phase("two nodes join", lambda rows: joined(nodes, folder, 2, 3) and serving(3)(rows))
-    watched.phase("quiet, three workers", lambda rows: True, num_steps=8)
+    watched.phase("quiet, three workers", lambda rows: True, num_steps=4)
     events: list[dict[str, Any]] = []
     watched.phase("one is cut off shortly", lambda rows: not events.append(watched.cut(nodes[2], SHORT_S)))
     watched.phase("one is cut off for long", lambda rows: not events.append(watched.cut(nodes[3], LONG_S)))
     nodes.pop(3).lose()
     watched.phase("another joins", lambda rows: joined(nodes, folder, 4) and serving(3)(rows))
-    gone = f"rollout-{watched.worker_on(nodes[2])} has gone"
-    nodes[2].take()
-    watched.phase("one gets a notice", lambda rows: gone in watched.log)
-    nodes.pop(4).lose()
-    watched.phase("one is lost", serving(1), num_steps=6)
+    watched.wait("one begins responses", lambda rows: watched.begins_responses(nodes[4]))
+    nodes[4].take()
+    name = re.escape(watched.worker_on(nodes[4]))
+    watched.phase("it gets a notice", lambda rows: bool(re.search(rf"{name} has gone", watched.log)))
+    (num_requests,) = re.findall(rf"{name} handed (\d+) groups over", watched.log)
+    watched.phases[-1]["requests_it_had"] = int(num_requests)
+    nodes.pop(2).lose()
+    watched.phase("one is lost", serving(1))
     return events
 
 
-def greedy(folder: Path) -> dict[tuple[int, int], list[int]]:
-    """Responses of evaluations: (step, prompt) -> tokens."""
+def greedy(folder: Path) -> list[tuple[int, tuple[int, ...]]]:
+    """Responses of evaluations: prompts and tokens."""
     rows = read_rows(folder / "samples.jsonl")
-    return {(row["step"], row["prompt_id"]): row["token_ids"] for row in rows if row["kind"] != "training"}
+    return [(row["prompt_id"], tuple(row["token_ids"])) for row in rows if row["kind"] != "training"]
 
 
 def train(folder: Path, words: Sequence[str], node: Node) -> subprocess.Popen[bytes]:
@@ -270,9 +281,10 @@ def main() -> None:
         subprocess.run([*MODULE, "stop", str(watched.folder)], capture_output=True, timeout=LIMIT_S)
         command.wait(LIMIT_S)
         twin = arguments.folder / "twin"
-        train(twin, [f"run.num_steps={watched.rows[-1]['step']}"], nodes[1]).wait(LIMIT_S)
+        train(twin, ["run.num_steps=2"], nodes[1]).wait(LIMIT_S)
         seen, undisturbed = greedy(watched.folder), greedy(twin / "latest")
-        other = sum(tokens != undisturbed.get(place) for place, tokens in seen.items())
+        assert len({prompt for prompt, _ in undisturbed}) == len(set(undisturbed)) == NUM_HELD_OUT
+        other = sum(response not in undisturbed for response in seen)
         found = {
             **environment(),
             "phases": watched.phases,
