@@ -19,9 +19,12 @@ Invariant: a folder named step-* was complete when it got its name; a crash at a
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -100,6 +103,14 @@ def named_checkpoints(folder: Path) -> list[Path]:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Those of them that are complete: a copy that broke off, or somebody's hand, leaves a name without a manifest."""
     return [path for path in named_checkpoints(folder) if (path / MANIFEST).is_file()]
+
+
+def hold(checkpoint: Path) -> bool:
+    """Have the run leave a complete checkpoint where it is until this process ends. False: it has gone meanwhile."""
+    with suppress(FileNotFoundError):
+        fcntl.flock(os.open(checkpoint / MANIFEST, os.O_RDONLY), fcntl.LOCK_SH)  # never closed: the lock would end
+        return (checkpoint / MANIFEST).is_file()
+    return False
 
 
 def step_of(path: Path | None) -> int:
@@ -293,18 +304,23 @@ class CheckpointStore:
         return final
 
     def prune(self) -> None:
-        """Remove all but the newest, and those that are spared."""
+        """Remove all but the newest, and those that are spared or held; these at the next call. One that goes loses its
+        name first: nobody finds half of it.
+        """
         for old in complete_checkpoints(self.folder)[: -self._keep]:
-            if step_of(old) not in self.spared and not (self._uploads and self._uploads.needs(old)):
-                shutil.rmtree(old)
+            if step_of(old) in self.spared or (self._uploads and self._uploads.needs(old)):
+                continue
+            with (old / MANIFEST).open("r+b") as manifest, suppress(BlockingIOError):
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.discard(old.rename(self.folder / f".{old.name}.partial"))
 
     def discard_unfinished(self) -> None:
-        """Remove what a controller began that was killed."""
+        """Remove what a controller began to write, or to remove, that was killed."""
         for partial in self.folder.glob(".step-*.partial"):
             self.discard(partial)
 
     def discard(self, partial: Path) -> None:
-        """Remove what `begin` made and `finish` did not complete."""
+        """Remove what has no name of a checkpoint."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def read(self, path: Path) -> RunState:

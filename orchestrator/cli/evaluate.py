@@ -20,7 +20,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_resolved_yaml, load_run_config
 from slipstream.conf.schema import Init, Objective, RunConfig, TrainMode
-from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, hold, named_checkpoints, step_of
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.figures.held_out import choosing_metrics, eval_names
 from slipstream.orchestrator.files.row_files import read_rows
@@ -154,33 +154,36 @@ def _evaluated(config: RunConfig, adapter: Path | None, name: str, weights: str 
 
 
 def adapter_of(folder: RunFolder, checkpoint: str) -> Path:
-    """The adapter of a checkpoint (newest, best or a step); of a run that kept none, the one that its end wrote.
+    """The adapter of a checkpoint (newest, best or a step), which the run does not remove while this process lives; of
+    a run that kept none, the one that its end wrote.
 
     Raises:
         ConfigError: there is no such checkpoint.
     """
     named = {step_of(path): path for path in named_checkpoints(folder.checkpoints)}
-    complete = {step_of(path): path for path in complete_checkpoints(folder.checkpoints)}
     if not named and not folder.adapter.is_dir():
         raise ConfigError(
             f"{folder.root} has saved nothing: no checkpoint (run.checkpoint_every_steps), and no adapter"
         )
-    steps = ", ".join(map(str, complete)) or "none"
+    steps = ", ".join(str(step_of(path)) for path in complete_checkpoints(folder.checkpoints)) or "none"
     if checkpoint == "best":
         if not folder.best.exists():
             raise ConfigError(f"{folder.root} has no best checkpoint (run.keep_best); its steps are {steps}")
-        return folder.best.resolve() / "adapter"
-    if checkpoint == "newest" and not named:
+        path = folder.best.resolve()
+    elif checkpoint == "newest" and not named:
         return folder.adapter
-    step = max(named) if checkpoint == "newest" else int(checkpoint) if checkpoint.isdecimal() else -1
-    if step in complete:
-        return complete[step] / "adapter"
-    if step in named:
-        raise ConfigError(
-            f"--checkpoint {checkpoint}: {named[step]} lacks manifest.json, without which nothing says that it is "
-            f"whole; give one of the steps {steps}"
-        )
-    raise ConfigError(f"--checkpoint {checkpoint}: give newest, best, or one of the steps {steps}")
+    else:
+        path = named.get(max(named) if checkpoint == "newest" else int(checkpoint) if checkpoint.isdecimal() else -1)
+    if path is None:
+        raise ConfigError(f"--checkpoint {checkpoint}: give newest, best, or one of the steps {steps}")
+    if hold(path):
+        return path / "adapter"
+    if not path.is_dir():
+        return adapter_of(folder, checkpoint)  # the run has removed it meanwhile: choose from what is there now
+    raise ConfigError(
+        f"--checkpoint {checkpoint}: {path} lacks manifest.json, without which nothing says that it is whole; give one "
+        f"of the steps {steps}"
+    )
 
 
 def _shape_of(adapter: Path) -> list[str]:

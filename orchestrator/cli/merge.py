@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import ExpertFormat
-from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_resolved_yaml
 from slipstream.conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
 from slipstream.orchestrator.cli.evaluate import adapter_of
@@ -75,12 +75,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
             partial.rename(target)
     except DiskFull as error:
         raise ConfigError(f"{error}; give another folder with --output") from error
-    except (SlipstreamError, OSError) as error:
-        if not adapter.is_dir():
-            kept = f"keeps {config.run.keep_checkpoints} (run.keep_checkpoints)"
-            raise ConfigError(f"the run has removed {adapter} meanwhile: it {kept}; merge again") from error
-        if isinstance(error, SlipstreamError):
-            raise
+    except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

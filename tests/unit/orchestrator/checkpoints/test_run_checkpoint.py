@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases.run_states import make_state, make_store, write
 
-from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, hold, named_checkpoints, step_of
 from slipstream.orchestrator.errors import CheckpointError
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
@@ -212,13 +212,22 @@ def test_a_folder_that_lost_its_manifest_is_no_checkpoint_and_gives_its_name_awa
     assert store.of_step(8) is store.of_step(6) is None
 
 
-def test_older_checkpoints_go_and_spared_ones_stay(tmp_path: Path) -> None:
+def test_older_checkpoints_go_and_spared_ones_stay_and_held_ones_until_who_holds_them_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds: list[int] = []
+    os_open = os.open
+    monkeypatch.setattr(os, "open", lambda *given, **more: holds.append(os_open(*given, **more)) or holds[-1])
     store = make_store(tmp_path, keep=2)
     store.spared = {1}
+    assert hold(write(store, 0))
+    monkeypatch.undo()
     for step in (1, 2, 3, 4):
         write(store, step)
-    assert [step_of(path) for path in complete_checkpoints(store.folder)] == [1, 3, 4]
+    assert [step_of(path) for path in complete_checkpoints(store.folder)] == [0, 1, 3, 4]
+    assert {path.name for path in store.folder.glob(".*")} == set() and not hold(store.folder / "step-000002")
     store.spared = set()
+    os.close(holds[-1])
     store.prune()
     assert [step_of(path) for path in complete_checkpoints(store.folder)] == [3, 4]
     assert step_of(None) == 0

@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.checkpoints.run_checkpoint import hold
+from slipstream.orchestrator.cli import evaluate
 from slipstream.orchestrator.cli.evaluate import eval_config, report_of, table_of
 from slipstream.orchestrator.files.run_folder import RunFolder, to_plain
 
@@ -110,6 +112,23 @@ def test_the_export_of_a_run_that_trained_everything_is_no_adapter(run: Path) ->
 def test_what_cannot_be_evaluated_is_refused(run: Path, checkpoint: str, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         eval_config(run, None, checkpoint, words)
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_chosen_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[Path] = []
+
+    def hold_too_late(path: Path) -> bool:
+        if not chosen:
+            shutil.rmtree(path)
+        chosen.append(path)
+        return hold(path)
+
+    monkeypatch.setattr(evaluate, "hold", hold_too_late)
+    checkpoints = run / "checkpoints"
+    assert eval_config(run, None, None, [])[1] == str(checkpoints / "step-000005" / "adapter")
+    assert chosen == [checkpoints / "step-000010", checkpoints / "step-000005"]
 
 
 @pytest.mark.parametrize("checkpoint", ["newest", "20"])

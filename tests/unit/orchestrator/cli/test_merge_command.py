@@ -1,6 +1,5 @@
 """Locks: `slipstream merge` writes the model that base and adapter of a run compute, and refuses before it reads."""
 
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,13 @@ import pytest
 import torch
 import yaml
 from cases.largest_file import largest_file
+from cases.run_states import make_store, write
 from cases.tiny_configs import DENSE
 from cases.tiny_models import hf_logits, logits_of, make_decoder, packed, relative_error, trainer_config
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import LoraConfig
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.cli import merge
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.run_folder import to_plain
@@ -67,14 +68,14 @@ def test_a_folder_of_choice_and_a_step(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (run / "merged").exists()
 
 
-def test_a_checkpoint_that_the_run_removes_meanwhile_is_named(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoint_that_is_merged_stays_while_the_run_makes_others(
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run keeps its newest two, and its next steps may take less time than the read of a large base."""
-    monkeypatch.setattr(merge, "tell", lambda _: shutil.rmtree(run / "checkpoints" / "step-000005"))
-    assert main(["merge", str(run)]) == 2
-    gone = run / "checkpoints" / "step-000005" / "adapter"
-    assert f"the run has removed {gone} meanwhile: it keeps 2 (run.keep_checkpoints)" in capsys.readouterr().err
+    """A run keeps its newest one, and its next steps may take less time than the read of a large base."""
+    store = make_store(run, keep=1)
+    monkeypatch.setattr(merge, "tell", lambda _: write(store, 6))
+    assert main(["merge", str(run), "--checkpoint", "newest"]) == 0
+    assert [step_of(path) for path in complete_checkpoints(store.folder)] == [5, 6]
 
 
 @pytest.mark.parametrize(
