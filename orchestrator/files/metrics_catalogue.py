@@ -135,7 +135,7 @@ METRICS: dict[str, str] = {
     "trainer/forward_backward_s": "seconds of forward and backward, slowest rank",
     "trainer/optimizer_s": "seconds of the optimizer step",
     "trainer/tokens_per_s_per_rank": "prompt and response tokens over those seconds and ranks",
-    "trainer/num_tokens": "prompt and response tokens that the step trained on, on all ranks",
+    "trainer/num_tokens": "prompt and response tokens that the step trained on, on all ranks, those of each epoch",
     "trainer/num_microbatches": "microbatches of one rank",
     "trainer/peak_device_bytes": "most GPU memory of one rank in forward and backward; null on CPUs",
     "trainer/restarts": "times since the last step that all trainer ranks were started again, because one had died",

@@ -27,6 +27,8 @@ from slipstream.rollout.types import Group, Rollout
 from slipstream.trainer.types import LossStats, OptimStats
 from slipstream.weight_sync.publish.report import PublishReport
 
+_TRAINING_S = ("trainer/forward_backward_s", "trainer/optimizer_s")
+
 
 @dataclass(slots=True)
 class StepRecord:
@@ -72,6 +74,9 @@ def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS, evals: EvalNam
     if record.optim is not None:
         row["optim/grad_norm"], row["optim/lr"] = record.optim.grad_norm, record.optim.lr
         row["optim/skipped"] = int(not record.optim.is_finite)
+    num_tokens, train_s = row["trainer/num_tokens"], sum(row[name] or 0 for name in _TRAINING_S)
+    if num_tokens and train_s:
+        row["trainer/tokens_per_s_per_rank"] = num_tokens / train_s / record.num_ranks
     return row
 
 
@@ -109,16 +114,13 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         for rollout in group.rollouts
         for branch in branches_of(group.prompt, rollout)
     ]
-    num_tokens = sum(lengths)
     log_ratios = [
         own - teacher
         for rollout in rollouts
         if rollout.teacher_logprobs is not None
         for own, teacher in zip(rollout.logprobs, rollout.teacher_logprobs, strict=True)
     ]
-    extra = record.extra
-    train_s = float(extra.get("trainer/forward_backward_s") or 0) + float(extra.get("trainer/optimizer_s") or 0)
-    step_s = extra.get("step/total_s")
+    step_s = record.extra.get("step/total_s")
     return {
         "reward/mean": float(np.mean(rewards)) if rewards else None,
         "reward/std": float(np.std(rewards)) if rewards else None,
@@ -132,10 +134,8 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         "rollout/response_tokens_mean": num_response_tokens / len(rollouts),
         "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         "rollout/evictions": sum(rollout.num_evictions for rollout in rollouts),
-        **_route_metrics(rollouts, num_tokens),
+        **_route_metrics(rollouts, sum(lengths)),
         **_episode_metrics(rollouts, len(lengths)),
-        "trainer/num_tokens": num_tokens,
-        "trainer/tokens_per_s_per_rank": num_tokens / train_s / record.num_ranks if train_s else None,
     }
 
 

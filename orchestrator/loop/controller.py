@@ -180,7 +180,11 @@ class Controller(StepLoop):
         record.loss, record.optim = done.loss, done.optim
         samples = [sample for group in groups for sample in group]
         record.trained = join(record.groups, samples, record.loss, trained_version)
-        record.extra |= {"trainer/num_microbatches": done.num_microbatches, "optim/updates": done.num_applied}
+        record.extra |= {
+            "trainer/num_microbatches": done.num_microbatches,
+            "trainer/num_tokens": done.num_tokens,
+            "optim/updates": done.num_applied,
+        }
 
     async def _floor_of(self, batch: Batch, step: int) -> dict[str, Value]:
         """The engines' mismatch with themselves, where it is due. They have little else to do while gradients are

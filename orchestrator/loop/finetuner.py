@@ -71,11 +71,9 @@ class Finetuner(StepLoop):
         clock.lap("trainer/forward_backward_s")
         record.optim = await trainer.optimizer_step()  # refuses a loss or norm that is not finite
         clock.lap("trainer/optimizer_s")
-        num_tokens = sum(sample.num_tokens for sample in samples)
         record.extra |= {
             "trainer/num_microbatches": len(microbatches[0]),
-            "trainer/num_tokens": num_tokens,
-            "trainer/tokens_per_s_per_rank": num_tokens / clock.total_s / trainer.num_ranks,
+            "trainer/num_tokens": sum(sample.num_tokens for sample in samples),
             f"{self._objective}/epoch": self._stream.epoch,
         }
         with self._row_of(record, clock):

@@ -28,6 +28,8 @@ class Updated:
     optim: OptimStats
     num_microbatches: int
     """Microbatches of one rank, all updates together."""
+    num_tokens: int
+    """Prompt and response tokens, those of each epoch."""
     num_applied: int
     """Updates that the trainer did not refuse."""
 
@@ -78,7 +80,7 @@ async def update(
     parts = [part for part in ([sample for i in plan for sample in groups[i]] for plan in plans) if part]
     losses: list[LossStats] = []
     steps: list[OptimStats] = []
-    num_microbatches = 0
+    num_microbatches = num_tokens = 0
     for number, samples in enumerate(parts, start=1):
         plan = _plan(samples, trainer, config)
         denominators = denominators_of(samples, policy_version, config.max_response_tokens)
@@ -88,7 +90,8 @@ async def update(
         steps.append(await trainer.optimizer_step(ends_version=number == len(parts)))  # refuses what is not finite
         clock.lap("trainer/optimizer_s")
         num_microbatches += len(plan[0])
-    return Updated(losses, combined(steps), num_microbatches, sum(step.is_finite for step in steps))
+        num_tokens += sum(sample.num_tokens for sample in samples)
+    return Updated(losses, combined(steps), num_microbatches, num_tokens, sum(step.is_finite for step in steps))
 
 
 def combined(steps: Sequence[OptimStats]) -> OptimStats:

@@ -61,7 +61,12 @@ def record(step: int, **changes: object) -> StepRecord:
         "optim": OptimStats(step, 0.7, 1e-3, True),
         "sync": publish_report(step, [outcome(True), outcome(False, "x")]),
         "num_ranks": 2,
-        "extra": {"step/total_s": 2.0, "trainer/forward_backward_s": 1.25, "trainer/optimizer_s": 0.25},
+        "extra": {
+            "step/total_s": 2.0,
+            "trainer/forward_backward_s": 1.25,
+            "trainer/optimizer_s": 0.25,
+            "trainer/num_tokens": 12,
+        },
     }
     return StepRecord(step, step, **(parts | changes))
 
@@ -77,7 +82,7 @@ def test_row_has_every_metric_by_hand() -> None:
     assert row["rollout/tokens_per_s"] == 6 / 2.0
     assert row["rollout/truncated_fraction"] == 0.5
     assert row["rollout/evictions"] == 3
-    assert row["trainer/tokens_per_s_per_rank"] == (2 * 3 + 6) / 1.5 / 2
+    assert row["trainer/tokens_per_s_per_rank"] == 12 / 1.5 / 2
     assert (row["sync/replicas_committed"], row["sync/total_s"], row["sync/watermark_bytes"]) == (1, 0.06, 1 << 20)
     assert row["eval/reward"] is None
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,16 @@ async def test_one_version_and_one_publish_for_all_updates_of_a_batch(tmp_path: 
         assert sample.old_logprobs.tolist() == [-2.0 * counts for counts in sample.loss_mask]
     assert [row["optim/updates"] for row in loop.rows] == [None, 4, 4, 4]
     assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0]
+
+
+async def test_tokens_count_once_an_epoch_and_those_of_responses_that_are_left_out_nowhere(tmp_path: Path) -> None:
+    loop, fails = Loop(tmp_path, make_config(num_steps=2, epochs_per_step=2)), cycle([True, False, False])
+    loop.rewards.fails = lambda: next(fails)
+    await loop.run()
+    assert sum(row["reward/failures"] for row in loop.rows[1:]) >= 2
+    for row in loop.rows[1:]:
+        trained = [one for version, samples in loop.trainer.trained if version == row["step"] - 1 for one in samples]
+        assert row["trainer/num_tokens"] == sum(sample.num_tokens for sample in trained)
 
 
 async def test_an_update_that_is_refused_costs_itself_alone(tmp_path: Path) -> None:
