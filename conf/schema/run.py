@@ -62,7 +62,9 @@ class RunSection:
     eval_samples_per_prompt: int = field(default=1, metadata=read_if(EVALUATED))
     """Responses per held-out prompt: pass@k is told for this k, and for 1, 2, 4 and so on below it."""
     eval_right_from: float = field(default=1.0, metadata=read_if(EVALUATED))
-    """A response with this reward or a larger one counts as right, for pass@k and majority votes."""
+    """A response with this reward or a larger one counts as right, for pass@k and majority votes, whatever its length
+    took from it (reward.overlong_tokens, reward.length_penalty).
+    """
     eval_beside: bool = field(default=False, metadata=read_if(EVALUATED))
     """Evaluate while training goes on, instead of waiting for the evaluation. Its figures are in the row of the step
     during which it ends; eval/step says whose they are. With weight_sync.mode=adapter engines keep its version in a

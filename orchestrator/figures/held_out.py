@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.conf.schema import Objective, RunConfig
+from slipstream.conf.schema.reward import SHAPINGS
 from slipstream.orchestrator.figures.estimators import Estimate, estimate, majority_vote, pass_at_k
 from slipstream.rollout.types import Group
 
 Figures = dict[str, float | int | None]
+_ROUNDING = 1e-9
+"""The sum of 0.6, 0.3 and 0.1 is less than 1."""
 
 EVAL_METRICS: dict[str, str] = {
     "eval/step": "step whose policy the row's evaluation began with (run.eval_beside: an earlier one than the row's)",
@@ -144,7 +147,7 @@ def evaluate_groups(
         groups: By the set's name.
         version: The one that the evaluation began with.
         names: Sets and ks.
-        right_from: A response with this reward or a larger one is right.
+        right_from: A response with this reward or a larger one is right, whatever its length took from it.
     """
     everything = [group for of_set in groups.values() for group in of_set]
     figures = _figures_of(everything, "eval", names.ks, right_from)
@@ -162,24 +165,30 @@ def evaluate_groups(
 
 def _figures_of(groups: Sequence[Group], prefix: str, ks: Sequence[int], right_from: float) -> Figures:
     """One set's. Responses without a reward count nowhere; a prompt with fewer than k others is not in pass@k."""
-    judged = [_judged(group) for group in groups]
+    judged = [_judged(group, right_from) for group in groups]
     judged = [samples for samples in judged if samples]
-    means = [sum(reward for reward, _ in samples) / len(samples) for samples in judged]
-    right = [[reward >= right_from for reward, _ in samples] for samples in judged]
+    means = [sum(reward for reward, _, _ in samples) / len(samples) for samples in judged]
+    right = [[is_right for _, is_right, _ in samples] for samples in judged]
     figures = _named(f"{prefix}/reward", estimate(means))
     for k in ks:
         values = [pass_at_k(len(of_one), sum(of_one), k) for of_one in right if len(of_one) >= k]
         figures |= _named(f"{prefix}/pass_at_{k}", estimate(values))
-    answers = [[answer for _, answer in samples] for samples in judged]
+    answers = [[answer for _, _, answer in samples] for samples in judged]
     has_answers = any(answer is not None for of_one in answers for answer in of_one)
     votes = [majority_vote(given, of_one) for given, of_one in zip(answers, right, strict=True)]
     return figures | _named(f"{prefix}/majority", estimate(votes) if has_answers else None)
 
 
-def _judged(group: Group) -> list[tuple[float, str | None]]:
-    """(reward, answer) of the responses that have a reward."""
-    answers = group.answers or [None] * len(group.rewards)
-    return [(reward, answer) for reward, answer in zip(group.rewards, answers, strict=True) if reward is not None]
+def _judged(group: Group, right_from: float) -> list[tuple[float, bool, str | None]]:
+    """(reward, whether it is right, answer) of the responses that have a reward. A long one may be right as well."""
+    nothing = [None] * len(group.rewards)
+    samples = zip(group.rewards, group.parts or nothing, group.answers or nothing, strict=True)
+    found: list[tuple[float, bool, str | None]] = []
+    for reward, parts, answer in samples:
+        if reward is not None:
+            of_length = sum((parts or {}).get(name) or 0.0 for name in SHAPINGS)
+            found.append((reward, reward - of_length >= right_from - _ROUNDING, answer))
+    return found
 
 
 def _named(name: str, found: Estimate | None) -> Figures:

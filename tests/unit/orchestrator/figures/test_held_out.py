@@ -51,6 +51,14 @@ def test_a_reward_that_tells_no_answers_has_no_majority_and_one_that_failed_no_m
     assert (failed["eval/reward"], failed["eval/pass_at_1"], failed["eval/failures"]) == (None, None, 2)
 
 
+def test_what_a_length_takes_and_the_rounding_of_a_sum_make_no_response_wrong() -> None:
+    lengths, weights = [{"length_penalty": -0.0375}, {"length_penalty": -0.1}], 0.6 + 0.3 + 0.1
+    assert weights < 1
+    group = replace(a_group([weights - 0.0375, 0.9 - 0.1], ["7", "3"]), parts=lengths)
+    found = evaluate_groups({"": [group]}, 3, EvalNames((), (1,)), 1.0)
+    assert (found["eval/pass_at_1"], found["eval/majority"], found["eval/reward"]) == (0.5, 0.5, pytest.approx(0.88125))
+
+
 def test_figures_have_the_names_of_the_runs_sets() -> None:
     run = RunSection(eval_samples_per_prompt=4)
     config = RunConfig(run=run, data=DataConfig(eval_sets={"aime": "a.jsonl"}))
