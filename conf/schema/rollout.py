@@ -43,6 +43,12 @@ class SamplingConfig:
         at_least(0, "rollout.sampling", self, "temperature")
         at_least(1, "rollout.sampling", self, "max_tokens")
         require(all(self.stop), "rollout.sampling.stop has an empty text, which every response begins with; remove it")
+        for text in self.stop:
+            require(
+                re.search(r"\\[nrt](?![a-z])", text) is None,
+                f'rollout.sampling.stop has "{text}", a backslash and a letter, which the engine takes as such; for '
+                """a line break write $'rollout.sampling.stop=["\\n"]', or "\\n" in a YAML file""",
+            )
         for token_id in self.stop_token_ids:
             require(token_id >= 0, f"rollout.sampling.stop_token_ids must be >= 0, got {token_id}")
         at_least(0, "rollout.sampling", self, "seed")

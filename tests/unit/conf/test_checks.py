@@ -57,6 +57,7 @@ CASES = [
     ("data.eval_path=null data.eval_sets.a-b=x.jsonl", "data.eval_sets.a-b: the name of a set is part of metrics"),
     ("rollout.sampling.seed=-1", "rollout.sampling.seed must be >= 0 or null, got -1"),
     ('rollout.sampling.stop=[""]', "rollout.sampling.stop has an empty text"),
+    (r'rollout.sampling.stop=["\n"]', "rollout.sampling.stop has .*a backslash and a letter.*a line break write"),
     ("rollout.sampling.stop_token_ids=[-1]", "rollout.sampling.stop_token_ids must be >= 0, got -1"),
     ("rollout.sampling.stop=[a] weight_sync.mode=adapter weight_sync.pause_mode=abort", "rollout.sampling.stop contradicts weight_sync.pause_mode=abort.*set it to wait.*stop_token_ids instead"),
     ("rollout.sampling.stop=[a] parity.replay_routing=true cluster.device=cuda", "rollout.sampling.stop contradicts parity.replay_routing=true.*set it to false"),
