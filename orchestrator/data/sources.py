@@ -37,7 +37,9 @@ FORMS = (
     "a .jsonl or .parquet file, a folder of Dataset.save_to_disk, or hf:REPO:SPLIT or hf:REPO:CONFIG:SPLIT "
     "(hf:openai/gsm8k:main:train)"
 )
-_BY_PANDAS = "; write it anew: python -c \"import pandas; pandas.{read}('{path}').to_parquet('{stem}.parquet')\""
+_BY_PANDAS = (
+    "; write it anew: python -c \"import pandas; pandas.{read}('{path}', dtype=str).to_parquet('{stem}.parquet')\""
+)
 OTHER_ENDINGS = {
     ".json": "; one object a line is JSONL: of a list, jq -c '.[]' {path} > {stem}.jsonl",
     ".gz": "; unpack it: gunzip {path}",

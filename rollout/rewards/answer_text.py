@@ -22,6 +22,8 @@ def answer_text(answer: object) -> str:
     is_number = isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))
     if isinstance(answer, bool) or not (isinstance(answer, str) or is_number):
         raise ValueError(f"an answer must be text or a number, got {answer!r:.60}")
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53:
+        answer = int(answer)  # 42.0: pandas makes it of a whole number in a column where another one is missing
     return normal(str(answer))
 
 

@@ -235,7 +235,7 @@ def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
         read_prompts(str(tmp_path / "no.jsonl"), encoder, max_prompt_tokens=8)
     assert read_prompts(write(tmp_path / "empty.jsonl", ""), encoder, max_prompt_tokens=8) == []
     for name, cure in (
-        ("a.csv", r"write it anew: .*read_csv\('.*/a\.csv'\)\.to_parquet\('.*/a\.parquet'\)"),
+        ("a.csv", r"write it anew: .*read_csv\('.*/a\.csv', dtype=str\)\.to_parquet\('.*/a\.parquet'\)"),
         ("a.json", r"jq -c '\.\[\]' .*/a\.json > .*/a\.jsonl"),
         ("a.jsonl.gz", r"gunzip .*/a\.jsonl\.gz"),
         ("a.jsonl.zst", r"zstd -d .*/a\.jsonl\.zst"),

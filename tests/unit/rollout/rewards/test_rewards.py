@@ -98,7 +98,8 @@ def test_exact_match_ignores_outer_white_space_and_keeps_case(response, expected
 
 def test_exact_match_compares_numbers_as_text_and_accents_however_they_are_written():
     exact = load_reward(RewardConfig()).function
-    assert exact("p", "42", {"answer": 42}) == (1.0, "42")
+    assert exact("p", "42", {"answer": 42}) == exact("p", "42", {"answer": 42.0}) == (1.0, "42")
+    assert exact("p", "0.5", {"answer": 0.5}) == (1.0, "0.5")
     assert exact("p", "e\u0301", {"answer": "\u00e9"}) == exact("p", "\u00e9", {"answer": "e\u0301"}) == (1.0, "\u00e9")
 
 
