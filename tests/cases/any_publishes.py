@@ -17,22 +17,25 @@ from fakes.vllm_layout import engine_layouts
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from cases.tiny_configs import DEEPSEEK, DENSE, GPT_OSS, MOE
+from cases.tiny_configs import DEEPSEEK, DENSE, GPT_OSS, MOE, PACKED
 from cases.tiny_models import SpreadReader, draw_b, trainer_config
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.schema import RemoteMerge, TrainMode, WeightSyncConfig
+from slipstream.conf.schema import RemoteMerge, SyncMode, TrainMode, WeightSyncConfig
+from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.delivery import Delivery
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.weights.factors import merges_of
 from slipstream.trainer.weights.loading import load_weights
+from slipstream.trainer.weights.packed_experts import is_packed
 from slipstream.trainer.weights.quantization import BlockFp8
 from slipstream.weight_sync.layout import Region
 
 WHOLE = WeightSyncConfig(timeout_s=20.0)
 CHANGES = WeightSyncConfig(timeout_s=20.0, delta_bytes=1 << 18)
 FACTORS = WeightSyncConfig(timeout_s=20.0, remote_merge=RemoteMerge.host)
+ADAPTERS = WeightSyncConfig(timeout_s=20.0, mode=SyncMode.adapter)
 NUM_ENGINES = 2
 FAULTS = [Fault(refuse=True), Fault(corrupt=True), Fault(drop=True)]
 CPU = torch.device("cpu")
@@ -50,18 +53,24 @@ class Kind:
     quantization: BlockFp8 | None = None
 
 
+TIED = {**DENSE, "tie_word_embeddings": True}
 KINDS = {
     "whole": Kind(MOE, WHOLE, tp_size=2),
+    "whole, split experts": Kind(MOE, WHOLE, tp_size=2, has_split_experts=True),
+    "whole, tied": Kind(TIED, WHOLE, tp_size=2),
+    "whole, latent attention": Kind(DEEPSEEK, WHOLE),
+    "whole, fused experts": Kind(GPT_OSS, WHOLE),
     "whole, block-FP8": Kind(MOE, WHOLE, quantization=BlockFp8()),
+    "adapters, INT4 base": Kind({**MOE, "quantization_config": PACKED}, ADAPTERS, tp_size=2),
     "changes": Kind(MOE, CHANGES, tp_size=2),
     "changes, split experts": Kind(MOE, CHANGES, tp_size=2, has_split_experts=True),
-    "changes, tied": Kind({**DENSE, "tie_word_embeddings": True}, CHANGES, tp_size=2),
+    "changes, tied": Kind(TIED, CHANGES, tp_size=2),
     "changes, latent attention": Kind(DEEPSEEK, CHANGES),
     "changes, fused experts": Kind(GPT_OSS, CHANGES),
     "changes, all weights": Kind(DENSE, CHANGES, mode=TrainMode.full),
     "factors": Kind(MOE, FACTORS, tp_size=2),
     "factors, split experts": Kind(MOE, FACTORS, tp_size=2, has_split_experts=True),
-    "factors, tied": Kind({**DENSE, "tie_word_embeddings": True}, FACTORS, tp_size=2),
+    "factors, tied": Kind(TIED, FACTORS, tp_size=2),
     "factors, latent attention": Kind(DEEPSEEK, FACTORS),
 }
 
@@ -80,11 +89,15 @@ class AnyPublishes(RuleBasedStateMachine):
         draw_b(self.decoder)
         self.merges = merges_of(self.decoder) if kind.sync is FACTORS else ()
         self.delivery = Delivery(
-            self.decoder, ControlGroup(0, 1, "", CPU), kind.sync, kind.quantization, trainer.lora, is_packed=False,
-            key=KEY, host="127.0.0.1", device=CPU, merges=self.merges,
+            self.decoder, ControlGroup(0, 1, "", CPU), kind.sync, kind.quantization, trainer.lora,
+            is_packed=is_packed(self.decoder), key=KEY, host="127.0.0.1", device=CPU, merges=self.merges,
         )  # fmt: skip
-        self.oracle = TrainerWeightSource(self.decoder, 0, kind.quantization)
-        self.base = TrainerWeightSource(self.decoder, 0, is_merged=False)
+        is_alone = kind.sync is ADAPTERS
+        self.oracle = (
+            AdapterSource(self.decoder, 0, trainer.lora)
+            if is_alone
+            else TrainerWeightSource(self.decoder, 0, kind.quantization)
+        )
         tensors = self.oracle.layout().tensors
         self.layouts = engine_layouts(
             spec, kind.tp_size, has_split_experts=kind.has_split_experts, tensors=tensors
@@ -92,7 +105,8 @@ class AnyPublishes(RuleBasedStateMachine):
         self.fabric = MemoryFabric()
         self.engines = [self.new_engine() for _ in range(NUM_ENGINES)]
         self.endpoints = [EndpointThread(engine, key=KEY) for engine in self.engines]
-        self.delivery.connect([one.address for one in self.endpoints], MemoryTransport(self.fabric))
+        addresses = [one.address for one in self.endpoints]
+        self.delivery.connect(addresses, MemoryTransport(self.fabric), addresses if is_alone else ())
         self.held_last: set[int] = set()
         """Engines that committed the publish before, and so may get changes."""
         self.in_doubt: set[int] = set()
@@ -103,9 +117,10 @@ class AnyPublishes(RuleBasedStateMachine):
         zone = self.kind.sync.delta_bytes
         if not self.merges:
             return RankedEngine(self.layouts, links, landing_bytes=zone)
-        self.base.begin(0)
-        made = RankedEngine(self.layouts, links, merges=self.merges, read_base=self.base.read)
-        self.base.end()
+        base = TrainerWeightSource(self.decoder, 0, is_merged=False)
+        base.begin(0)
+        made = RankedEngine(self.layouts, links, merges=self.merges, read_base=base.read)
+        base.end()
         return made
 
     def wanted(self) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cases.rank_helpers import SYNC_KEY, count, make_rank, make_samples
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread
@@ -264,6 +265,15 @@ def test_a_link_that_breaks_lets_nobody_take_changes_and_the_next_publish_is_who
     assert report.num_bytes == world.whole_bytes
 
 
+IN_STREAM: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "a lost position": lambda _, records: records[0].copy_(records[1]),
+    "a swapped pair": lambda _, records: records[:2].bitwise_xor_((records[0] ^ records[1]) & 0xFFFF),
+    "a value that is rounded otherwise": lambda _, records: records[0].bitwise_xor_(1),
+    "a position out of bounds": lambda _, records: records[0].fill_(4095 << 16),
+    "a record that is not there": lambda table, _: table[1].add_(1),
+}
+
+
 def plant(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Change what a publish says of what landed, or what landed, or what it was computed against."""
     if fault == "a stale base":  # the engine's memory is not what it says
@@ -293,14 +303,8 @@ def plant(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         tiles = -(-row[2] // 8192)
         table = zone._zone[row[3] // 4 :][: 2 * tiles]
         records = zone._zone[row[3] // 4 + 2 * tiles :][: row[4]]
-        if fault == "a lost position":
-            records[0] = records[1]
-        elif fault == "a swapped pair":
-            records[:2] = ((records[:2] >> 16) << 16) | (records[:2].flip(0) & 0xFFFF)
-        elif fault == "a position out of bounds":
-            records[0] = 4095 << 16
-        elif fault == "a record that is not there":
-            table[1] += 1
+        if fault in IN_STREAM:
+            IN_STREAM[fault](table, records)
         elif fault == "a row past its parameter":
             rows[-1, 1] += rows[-1, 2]
         elif fault == "a row past the zone":
@@ -319,7 +323,7 @@ BEFORE_A_WRITE = {
 }  # fmt: skip
 BY_HASH = {
     "a stale base": "IntegrityError", "a lost position": "IntegrityError", "a swapped pair": "IntegrityError",
-    "a row that is lost": "IntegrityError",
+    "a value that is rounded otherwise": "IntegrityError", "a row that is lost": "IntegrityError",
 }  # fmt: skip
 
 
