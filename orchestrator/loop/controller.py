@@ -256,7 +256,8 @@ class Controller(StepLoop):
         if evaluations.has_ended or (is_due and evaluations.is_running):
             await self._note(await evaluations.finish(), record)
         if is_due and self.services.eval_sets:
-            await self._save_to_judge()
+            if self._config.evaluates_beside:
+                await self._save_to_judge()
             await evaluations.begin(self.step, self.policy_version)
             if not self._config.evaluates_beside or self.step == self._config.run.num_steps:
                 await self._note(await evaluations.finish(), record)

@@ -85,7 +85,6 @@ class Finetuner(StepLoop):
         """The objective's figures of the held-out rows, of each set and of all."""
         if not self._held_out:
             return
-        await self._save_to_judge()
         clock, figures, everything = Stopwatch(), Figures(), list[LossStats]()
         for name, lessons in self._held_out.items():
             samples, microbatches = self._packed(lessons)

@@ -213,7 +213,9 @@ class StepLoop(ABC):
             raise
 
     async def _save_to_judge(self) -> None:
-        """Save a step that is about to be evaluated, for its checkpoint may be the best one (run.keep_best)."""
+        """Save an evaluated step, or one that is evaluated beside training, for its checkpoint may be the best one
+        (run.keep_best). A run that dies while an evaluation is awaited makes the step and its row again.
+        """
         if self._best is not None and self.step > 0:
             self._best.evaluating(self.step)
             await self.save()
@@ -222,6 +224,8 @@ class StepLoop(ABC):
         """Put an evaluation into a row, and keep its step's checkpoint if it is the best one."""
         record.evaluations.append(evaluation)
         if self._best is not None and evaluation.step > 0:
+            if evaluation.step == self.step:
+                await self._save_to_judge()
             value = evaluation.figures.get(str(self._config.run.keep_best))
             await asyncio.to_thread(self._best.judge, evaluation.step, value)
 

@@ -171,9 +171,18 @@ async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> 
     config = beside(num_steps=6, every=1, keep_best="eval/reward", eval_samples_per_prompt=2)
     config = replace(config, run=replace(config.run, eval_beside=False))
     loop = Loop(tmp_path, config)
-    loop.rewards.is_flat = lambda prompt: prompt.prompt_id >= 1000 and loop.world.version == 2
+    folder, saved_early = loop.folder.checkpoints, list[bool]()
+
+    def is_flat(prompt: Prompt) -> bool:
+        if is_held_out := prompt.prompt_id >= 1000:
+            saved_early.append(
+                len(complete_checkpoints(folder)) > 0 and step_of(loop.checkpoints.newest()) >= len(loop.rows)
+            )
+        return is_held_out and loop.world.version == 2
+
+    loop.rewards.is_flat = is_flat
     await loop.run()
-    folder = loop.folder.checkpoints
+    assert not any(saved_early), "a run that dies during an evaluation would go on behind a step without a row"
     assert [step_of(path) for path in complete_checkpoints(folder)] == [2, 5, 6]
     assert json.loads((folder / "best.json").read_text()) == {"metric": "eval/reward", "value": 1.0, "step": 2}
     assert loop.folder.best.resolve() == folder / "step-000002"
