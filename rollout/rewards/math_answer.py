@@ -8,6 +8,7 @@ of C that takes too long (a power of huge integers) ends with the process, after
 import logging
 import resource
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -65,4 +66,7 @@ def _in_words(found: Sequence[object]) -> str | None:
     if len(written) > LONGEST_TO_READ:
         return written
     text = outcome_of(str, found[0])  # SymPy refuses an integer of thousands of digits, for one
-    return written if isinstance(text, Exception) else text
+    if isinstance(text, Exception):
+        return written
+    number = text if "e" in text else outcome_of(Fraction, text)  # 5.00000000000000 is 5
+    return str(number) if isinstance(number, Fraction) else text

@@ -37,9 +37,10 @@ async def test_answers_are_compared_by_what_they_mean():
         for answer, response, expected in CASES:
             (judgement,) = await runner.score_group(prompt(answer), [rollout(response)])
             assert (answer, response, judgement.reward) == (answer, response, expected)
-        written = [rollout("\\boxed{\\frac{1}{2}}"), rollout("so it is 1/2"), rollout("I do not know")]
+        responses = ("\\boxed{\\frac{1}{2}}", "so it is 1/2", "it is 0.5", "\\boxed{5.0}", "1e3", "I do not know")
+        written = [rollout(response) for response in responses]
         votes = [judgement.answer for judgement in await runner.score_group(prompt("2"), written)]
-        assert votes == ["1/2", "1/2", None]
+        assert votes == ["1/2", "1/2", "1/2", "5", "1", None]
 
 
 HOSTILE = [
