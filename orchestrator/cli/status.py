@@ -227,11 +227,19 @@ def status_of(run: Path) -> Status:
 
 
 def draw(run: Path) -> Path:
-    """Draw curves.png of a run that goes on, as its end would. Returns the picture's path."""
+    """Draw curves.png of a run that goes on, as its end would. Returns the picture's path.
+
+    Raises:
+        ConfigError: It cannot be written: the folder is another user's.
+    """
     from slipstream.orchestrator.files.curves import PANELS, draw_curves
 
     folder = RunFolder(run.resolve())
-    draw_curves(folder.metrics, folder.curves, PANELS[Objective(saved_options(run)["algorithm"]["objective"])])
+    panels = PANELS[Objective(saved_options(run)["algorithm"]["objective"])]
+    try:
+        draw_curves(folder.metrics, folder.curves, panels)
+    except OSError as error:
+        raise ConfigError(f"--curves: {folder.curves} cannot be written: {error.strerror}") from error
     return folder.curves
 
 

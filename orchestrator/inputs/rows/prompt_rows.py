@@ -297,7 +297,7 @@ def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder:
         return []
     found: list[tuple[Prompt, int]] = []
     for prompt in prompts:
-        answer = str(prompt.fields[ANSWER]).strip()
+        answer = answer_text(prompt.fields[ANSWER])
         token_ids, _ = encode_up_to(sampling.max_tokens, answer, partial(encoder.encode, add_special_tokens=False))
         if len(token_ids) > sampling.max_tokens or (
             not sampling.can_end_early and len(token_ids) < sampling.max_tokens

@@ -209,6 +209,10 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run), "--json", "--curves"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 3
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    (run / "curves.png").unlink()
+    (run / "curves.png").mkdir()  # as a folder of another user
+    assert main(["status", str(run), "--curves"]) == 2
+    assert "curves.png cannot be written: Is a directory" in capsys.readouterr().err
     assert main(["status", str(run / "nowhere")]) == 2
     assert "is not a run folder; give one like runs/latest" in capsys.readouterr().err
 
