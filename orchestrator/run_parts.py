@@ -19,7 +19,7 @@ from slipstream.orchestrator.figures.held_out import eval_names, in_words
 from slipstream.orchestrator.files.curves import PANELS, draw_curves
 from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
-from slipstream.orchestrator.files.row_files import last_rows, read_rows
+from slipstream.orchestrator.files.row_files import last_rows, read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
@@ -59,7 +59,7 @@ class RunResult:
         held_out = None if self.held_out is None else in_words(newest[0], self.metric)
         failed = (
             ("failed held-out", failed_of(newest, "eval")),
-            ("failed rewards", failed_of(read_rows(self.folder.metrics, failure_counts("reward")), "reward")),
+            ("failed rewards", failed_of(read_figures(self.folder.metrics, failure_counts("reward")), "reward")),
         )
         lines: list[tuple[str, object]] = [
             (f"held-out {self.metric}", held_out or "not evaluated (data.eval_path=null)"),

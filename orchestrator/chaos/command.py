@@ -27,7 +27,7 @@ from slipstream.orchestrator.chaos.ways import What, check_can_be_cut
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
 from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
-from slipstream.orchestrator.files.row_files import read_rows
+from slipstream.orchestrator.files.row_files import read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 
 _Word = TypeVar("_Word", What, Moment)
@@ -156,7 +156,7 @@ def list_text(found: Sequence[JsonObject]) -> str:
 
 def report(folder: Path, events: Sequence[Event], *, as_json: bool) -> str:
     """What happened and what it cost."""
-    goodput = goodput_of(read_rows(RunFolder(folder.resolve()).metrics, COLUMNS))
+    goodput = goodput_of(read_figures(RunFolder(folder.resolve()).metrics, COLUMNS))
     if as_json:
         plain = None if goodput is None else asdict(goodput)
         return json.dumps({"events": [asdict(event) for event in events], "goodput": plain}, indent=2)

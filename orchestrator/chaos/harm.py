@@ -243,7 +243,7 @@ class Harm:
         self._watch.look()
         is_all = False
         for row in timeline:
-            figures = self._watch.rows[row["step"]]
+            figures = self._watch.rows.get(row["step"], {})
             event.groups_again += int(figures.get("rollout/groups_failed") or 0)
             event.handed_over += int(figures.get("rollout/handed_over") or 0)
             event.rewards_failed += int(figures.get("reward/failures") or 0)

@@ -18,7 +18,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.files.growing_file import GrowingFile, objects
+from slipstream.orchestrator.files.growing_file import GrowingFile, figures
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 LOOK_EVERY_S = 0.002
@@ -84,7 +84,7 @@ class RunWatch:
             text = line.decode(errors="replace").rstrip()
             for fact in _FACTS.finditer(text):
                 self._take(fact.groupdict(), _time_of(text))
-        for _, row in objects(self._metrics.news(), _FIGURES):
+        for row in figures(self._metrics.news(), _FIGURES):
             self.rows[row["step"]] = row
             if row.get("sync/total_s") is not None:
                 self._stages.append(row)

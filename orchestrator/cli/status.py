@@ -23,10 +23,10 @@ from slipstream.orchestrator.control.run_state import dashboard_of, start_of, st
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.figures.held_out import of_sets
 from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
-from slipstream.orchestrator.files.row_files import last_rows, read_rows
+from slipstream.orchestrator.files.row_files import last_rows, read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.orchestrator.files.run_log import format_s
-from slipstream.orchestrator.files.startup import RUN, describe
+from slipstream.orchestrator.files.startup import RUN, describe, read_starts
 from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
 
 NUM_RECENT = 20
@@ -191,15 +191,16 @@ def status_of(run: Path) -> Status:
     newest: JsonMapping = recent[-1] if recent else {}
     step = int(newest["step"]) if newest else None
     state, error = state_of(folder, step, num_steps)
-    seconds = [row["step/total_s"] for row in recent if row["step"] > 1]  # without the first step: it compiles kernels
+    later = [row.get("step/total_s") for row in recent if row["step"] > 1]  # the first step compiles kernels
+    seconds = [one for one in later if one is not None]
     is_going_on = state == "running" and step is not None and seconds
     checkpoints = complete_checkpoints(folder.checkpoints)
     remote = object_in(folder.checkpoints / "remote.json")
     durable = remote.get("step") if remote else step_of(checkpoints[-1] if checkpoints else None)
-    starts = [row for row in read_rows(folder.startup) if row["start"] == RUN]
+    starts = [row for row in read_starts(folder.startup) if row.start == RUN]
     counted = [*(metric for metric, _ in _COUNTED), *(name for area, _ in _FAILED for name in failure_counts(area))]
-    rows = read_rows(folder.metrics, {*COLUMNS, *counted})
-    goodput = goodput_of(rows, [row["total_s"] for row in starts])
+    rows = read_figures(folder.metrics, {*COLUMNS, *counted})
+    goodput = goodput_of(rows, [row.total_s for row in starts])
     return Status(
         run=str(folder.root),
         state=state,
@@ -210,7 +211,7 @@ def status_of(run: Path) -> Status:
         since_s=max(0.0, time.time() - folder.metrics.stat().st_mtime) if newest else None,  # clocks are set back
         left_s=(num_steps - (step or 0)) * statistics.median(seconds) if is_going_on else None,
         recent=_means([row for row in recent if row["step"]]),
-        held_out=_held_out(read_rows(folder.evaluations)),
+        held_out=_held_out(read_figures(folder.evaluations)),
         counts={name: int(sum(row.get(name) or 0 for row in rows)) for name in counted},
         replicas_serving=newest.get("rollout/replicas_serving"),
         replicas_wanted=newest.get("rollout/replicas_wanted"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
-from slipstream.orchestrator.files.row_files import read_rows
+from slipstream.orchestrator.files.row_files import read_figures
 from slipstream.trainer.step.mismatch_bins import POSITION_STARTS
 
 Panels = tuple[tuple[str, tuple[str, ...], str], ...]
@@ -66,7 +66,7 @@ def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> Non
     from matplotlib.figure import Figure
 
     shown = {name for _, names, _ in panels for name in names}
-    rows = read_rows(metrics, {"step", "eval/step", *shown})
+    rows = read_figures(metrics, {"eval/step", *shown})
     figure: Any = Figure(figsize=(14 * len(panels) / 6, 7))
     figure.subplots_adjust(**_MARGINS)
     for panel, (title, names, scale) in zip(figure.subplots(2, len(panels) // 2).flat, panels, strict=True):

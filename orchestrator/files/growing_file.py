@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.files.row_files import reader_of
+from slipstream.orchestrator.files.row_files import figures_of, reader_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +55,8 @@ def objects(lines: Lines, names: Collection[str] | None = None) -> Iterator[tupl
     """(offset, object, or what it has of these names) of each line that is a JSON object; others are left out."""
     read = reader_of(names)
     return ((offset, row) for offset, line in lines.lines if (row := read(line)) is not None)
+
+
+def figures(lines: Lines, names: Collection[str] | None = None) -> Iterator[JsonObject]:
+    """The rows of steps among them, as row_files.figures_of() gives them."""
+    return (found for _, row in objects(lines, names) if (found := figures_of(row)) is not None)

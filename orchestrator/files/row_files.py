@@ -1,11 +1,13 @@
 """Files of JSON lines, however long they are: metrics.jsonl, timeline.jsonl, evaluations.jsonl, and others of a run.
 
     all rows, but a few names of each   read_rows(path, names)   one pass; what is not asked for is never built
+    the same of figures by step         read_figures(path, names)
     the newest rows, whole              last_rows(path, most)    from the end
     rows of work that is redone         cut_rows(path, ...), end_of_rows(file, ...)      from the end
 
 Owns: reading and cutting. Does not own: what rows say, who writes them (telemetry.py). Invariant: a last line that a
-crash cut short, and a line that is no row (a disk that lost power leaves zeros), count as not there.
+crash cut short, and a line that is no row (a disk that lost power leaves zeros), count as not there; so do a row
+without a step where rows are of steps, and a figure that is no number (a hand has written it).
 """
 
 import os
@@ -32,7 +34,11 @@ _HALF_A_PAIR = re.compile(rb"(\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|\\u[dD][8
 
 def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObject]:
     """All rows, or what they have of these names."""
-    read = reader_of(names)
+    return rows_read_by(path, reader_of(names))
+
+
+def rows_read_by(path: Path, read: Callable[[bytes], T | None]) -> list[T]:
+    """All rows, as `read` gives them; without those of which it makes None."""
     try:
         with path.open("rb") as file:
             return [row for line in file if line.endswith(b"\n") and (row := read(line)) is not None]
@@ -40,8 +46,21 @@ def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObje
         return []
 
 
+def read_figures(path: Path, names: Collection[str] | None = None) -> list[JsonObject]:
+    """All rows of metrics.jsonl or evaluations.jsonl, or what they have of these names and their steps."""
+    rows = read_rows(path, None if names is None else {"step", *names})
+    return [figures for row in rows if (figures := figures_of(row)) is not None]
+
+
+def figures_of(row: JsonObject) -> JsonObject | None:
+    """The row with None for what is no number; None of a row that says no step."""
+    if not isinstance(row.get("step"), int):
+        return None
+    return {name: value if isinstance(value, int | float) else None for name, value in row.items()}
+
+
 def last_rows(path: Path, most: int) -> list[JsonObject]:
-    """The newest ones, in step order."""
+    """The newest ones of metrics.jsonl or evaluations.jsonl, in step order."""
     read = reader_of(None)
     try:
         with path.open("rb") as file:
@@ -81,8 +100,9 @@ def end_of_rows(file: BinaryIO, after_step: int) -> int:
 
 
 def _rows_backwards(file: BinaryIO, read: ReadRow) -> Iterator[tuple[int, JsonObject]]:
-    """(where it ends, row) of each line that is one, the last one first."""
-    return ((end, row) for end, line in _backwards(file) if (row := read(line)) is not None)
+    """(where it ends, figures) of each line that is a row of a step, the last one first."""
+    rows = ((end, row) for end, line in _backwards(file) if (row := read(line)) is not None)
+    return ((end, figures) for end, row in rows if (figures := figures_of(row)) is not None)
 
 
 def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:

@@ -19,9 +19,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
-from slipstream.conf.json_files import JsonMapping, JsonObject
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.files.row_files import of_rows_alone, rows_read_by
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,15 @@ class Span:
     """None while it goes on."""
     cpu_s: float | None = None
     """Seconds of a core that the controller used meanwhile; of the run's own phases alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A row of startup.jsonl: who was started, in how many seconds, by which phases."""
+
+    start: str
+    total_s: float
+    spans: Sequence[Span]
 
 
 class Startup:
@@ -139,22 +150,27 @@ class Startup:
         for span in spans:
             self._now.pop(span.who, None)
             span.to_s = end_s if span.to_s is None else span.to_s
-        row = {"start": what, "total_s": end_s - spans[0].from_s, "spans": [_plain(span) for span in spans]}
+        began = Start(what, end_s - spans[0].from_s, spans)
+        row = {"start": what, "total_s": began.total_s, "spans": [_plain(span) for span in spans]}
         self._spans = [span for span in self._spans if span not in spans]
         with suppress(OSError), self._file.open("a") as file:  # a full disk ends the run where its metrics are written
             file.write(json.dumps(row) + "\n")
-        for line in describe(row):
+        for line in describe(began):
             logger.info("%s", line)
 
 
-def describe(row: JsonMapping) -> list[str]:
+def read_starts(file: Path) -> list[Start]:
+    """Rows of a startup.jsonl."""
+    return rows_read_by(file, of_rows_alone(msgspec.json.Decoder(Start).decode))
+
+
+def describe(row: Start) -> list[str]:
     """One start, for people: the run's own phases, then those of the slowest of each kind of process."""
-    spans = [Span(**span) for span in row["spans"]]
     by_name: dict[str, list[Span]] = {}
-    for span in spans:
+    for span in row.spans:
         by_name.setdefault(span.who, []).append(span)
-    who = "start-up" if row["start"] == RUN else f"start of {row['start']}"
-    lines = [f"{who}, {row['total_s']:.1f} s: {_seconds(by_name.pop(row['start'], []))}"]
+    who = "start-up" if row.start == RUN else f"start of {row.start}"
+    lines = [f"{who}, {row.total_s:.1f} s: {_seconds(by_name.pop(row.start, []))}"]
     slowest: dict[str, list[Span]] = {}
     for name, own in by_name.items():
         kind = name.partition("-")[0]

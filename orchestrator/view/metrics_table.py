@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.files.growing_file import GrowingFile, objects
+from slipstream.orchestrator.files.growing_file import GrowingFile, figures
 
 Number = float | int | None
 
@@ -24,14 +24,13 @@ class MetricsTable:
         if news.is_another_file:
             self.steps, self._columns = [], {}
             self.generation += 1
-        for _, row in objects(news):
-            if isinstance(row.get("step"), int):
-                self._append(row)
+        for row in figures(news):
+            self._append(row)
 
     def _append(self, row: JsonObject) -> None:
         self.steps.append(row["step"])
         for name, value in row.items():
-            if not isinstance(value, (int, float)) or name == "step":
+            if value is None or name == "step":
                 continue
             column = self._columns.setdefault(name, [])
             column.extend([None] * (len(self.steps) - 1 - len(column)))

@@ -18,6 +18,7 @@ from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.control.run_state import note_dashboard, note_start, note_started
 from slipstream.orchestrator.files.metrics_catalogue import METRICS
 from slipstream.orchestrator.files.run_folder import RunFolder, to_plain
+from slipstream.orchestrator.view.run_reader import RunReader
 
 
 @pytest.fixture
@@ -46,6 +47,21 @@ def test_before_the_first_row(run: Path) -> None:
         "stopped", None, 110, {}, None,
     )  # fmt: skip
     assert "none of 110 yet" in status.as_text()
+
+
+@pytest.mark.parametrize("damaged", ["{}", '{"step": "x"}', '{"step": 3, "step/total_s": "x", "reward/mean": "x"}'])
+def test_a_damaged_row_costs_itself(run: Path, damaged: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(run, 2)
+    (run / "startup.jsonl").touch()
+    for name in ("metrics", "evaluations", "startup"):
+        path = run / f"{name}.jsonl"
+        path.write_text(path.read_text().removesuffix('{"step": 99') + damaged + "\n")
+    with alive(run):
+        assert main(["status", str(run), "--json", "--curves"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["left_s"], status["recent"]["reward/mean"]) == (2.0 * (110 - status["step"]), pytest.approx(0.015))
+    metrics = RunReader(run).metrics(["reward/mean"], 0)
+    assert metrics["columns"] == {"reward/mean": [None, 0.01, 0.02, *[None] * (status["step"] - 2)]}
 
 
 def test_a_clock_that_was_set_back_makes_no_step_of_the_future(run: Path) -> None:

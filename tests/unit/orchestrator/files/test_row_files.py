@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.orchestrator.files.row_files import cut_rows, last_rows, read_rows
+from slipstream.orchestrator.files.row_files import cut_rows, last_rows, read_figures, read_rows
 
 NUM_ROWS = 3000
 """Of a kilobyte or so: several blocks."""
@@ -29,7 +29,7 @@ def test_rows_are_read_whole_or_in_part(rows: Path) -> None:
 
 @pytest.mark.parametrize("most", [1, 20, 2999, 3000, 5000])
 def test_the_newest_rows_are_read_from_the_end(rows: Path, most: int) -> None:
-    assert last_rows(rows, most) == read_rows(rows)[-most:]
+    assert last_rows(rows, most) == read_figures(rows)[-most:]
 
 
 @pytest.mark.parametrize("step", [NUM_ROWS, NUM_ROWS - 1, NUM_ROWS - 2, 1500, 0, -1])
@@ -57,11 +57,19 @@ def test_lines_that_are_no_rows_count_as_not_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
+def test_in_figures_by_step_a_row_without_a_step_is_none_and_a_text_is_no_figure(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": "1", "loss": 1.0}\n{"step": 1, "loss": "2", "lr": 3}\n{"loss": 4.0}\n{"step": null}\n')
+    assert read_figures(path) == last_rows(path, 9) == [{"step": 1, "loss": None, "lr": 3}]
+    assert read_figures(path, ["loss"]) == cut_rows(path, after_step=0, names=["loss"]) == [{"step": 1, "loss": None}]
+    assert path.read_bytes() == b""
+
+
 def test_half_of_a_surrogate_pair_costs_a_character_and_no_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"step": 1, "text": "a\ud800b", "more": ["\U0001f600", "\\ud800"]}) + "\n")
     read = {"step": 1, "text": "a\ufffdb", "more": ["\U0001f600", "\\ud800"]}
-    assert read_rows(path) == last_rows(path, 1) == [read]
+    assert read_rows(path) == [read]
     assert read_rows(path, ["step"]) == cut_rows(path, after_step=0) == [{"step": 1}]
 
 

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from slipstream.orchestrator.files import startup as startup_module
-from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
-from slipstream.orchestrator.files.startup import RUN, Startup, describe
+from slipstream.orchestrator.files.startup import RUN, Span, Startup, describe, read_starts
 
 
 class Clock:
@@ -57,9 +56,9 @@ async def test_what_is_waited_for_is_said_and_what_took_how_long_is_kept(
         assert startup.waits_for() == "the plan of transfers"
         clock.now_s = 21.0
     assert shown[0] == (1.0, "options and files")
-    (row,) = read_rows(tmp_path / "startup.jsonl")
-    assert {"who": "rollout-0", "what": "importing", "from_s": 6.0, "to_s": 16.0} in row["spans"]
-    assert [(span["who"], span["cpu_s"]) for span in row["spans"] if "cpu_s" in span] == [
+    (row,) = read_starts(tmp_path / "startup.jsonl")
+    assert Span("rollout-0", "importing", 6.0, 16.0) in row.spans
+    assert [(span.who, span.cpu_s) for span in row.spans if span.cpu_s is not None] == [
         (RUN, 1.0), (RUN, 0.75), (RUN, 3.75), (RUN, 0.25)
     ], "the controller's own, phase by phase"  # fmt: skip
     assert describe(row) == [
@@ -76,8 +75,7 @@ async def test_a_start_that_fails_is_kept_up_to_there(tmp_path: Path) -> None:
             startup.enter(RUN, "Ray")
             clock.now_s = 60.0
             raise ConnectionError
-    (row,) = read_rows(tmp_path / "startup.jsonl")
-    assert describe(row) == ["start-up, 60.0 s: Ray 60.0"]
+    assert describe(*read_starts(tmp_path / "startup.jsonl")) == ["start-up, 60.0 s: Ray 60.0"]
 
 
 async def test_a_worker_that_is_started_again_has_a_row_of_its_own(tmp_path: Path) -> None:
@@ -91,7 +89,7 @@ async def test_a_worker_that_is_started_again_has_a_row_of_its_own(tmp_path: Pat
         startup.came_back("rollout-0.1")
         clock.now_s = 109.0
         startup.came_back("rollout-1.1")
-    rows = read_rows(tmp_path / "startup.jsonl")
+    rows = read_starts(tmp_path / "startup.jsonl")
     assert [line for row in rows for line in describe(row)][-2:] == [
         "start of rollout-0.1, 7.0 s: importing vLLM 7.0",
         "start of rollout-1.1, 9.0 s: importing vLLM 9.0",
