@@ -1,6 +1,6 @@
 """Which evaluated checkpoint is the best one (run.keep_best), on disk and while verdicts are out.
 
-    checkpoints/best.json                {"metric": "eval/reward", "value": 0.62, "step": 40}
+    checkpoints/best.json       {"metric": "eval/reward", "value": 0.62, "step": 40, "held_out": {"": "aime.jsonl"}}
     checkpoints/best -> step-000040/
 
 Owns: that choice, and that the best checkpoint, and those whose evaluation goes on, are not removed as old ones. Does
@@ -9,6 +9,7 @@ not own: which figure is better (figures/held_out.py), the checkpoints (run_chec
 
 import json
 import logging
+from collections.abc import Mapping
 
 from slipstream.conf.json_files import object_in
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
@@ -23,17 +24,20 @@ class BestCheckpoint:
 
     Args:
         metric: run.keep_best.
+        held_out: DataConfig.held_out_sources. A figure of others says nothing here.
         up_to_step: a best one of a later step is forgotten: a resumed run redoes its work.
     """
 
-    def __init__(self, store: CheckpointStore, metric: str, *, up_to_step: int) -> None:
+    def __init__(self, store: CheckpointStore, metric: str, *, held_out: Mapping[str, str], up_to_step: int) -> None:
         self._store = store
         self._metric = metric
+        self._held_out = dict(held_out)
         self._file = store.folder / "best.json"
         self._value: float | None = None
         self._step: int | None = None
         known = object_in(self._file)
-        if known.get("metric") == metric and known.get("step", up_to_step + 1) <= up_to_step:
+        is_known = known.get("metric") == metric and known.get("held_out", self._held_out) == self._held_out
+        if is_known and known.get("step", up_to_step + 1) <= up_to_step:
             step = int(known["step"])
             if store.of_step(step) is not None:
                 self._step, self._value = step, float(known["value"])
@@ -57,7 +61,7 @@ class BestCheckpoint:
         self._store.prune()
 
     def _write(self, name: str) -> None:
-        facts = {"metric": self._metric, "value": self._value, "step": self._step}
+        facts = {"metric": self._metric, "value": self._value, "step": self._step, "held_out": self._held_out}
         write_whole(self._file, json.dumps(facts) + "\n")
         link = self._file.with_name(".best-link.partial")
         link.unlink(missing_ok=True)

@@ -80,7 +80,8 @@ class StepLoop(ABC):
         self._best: BestCheckpoint | None = None
         if (metric := config.run.keep_best) is not None:
             first_step = step_of(checkpoints.newest()) if config.run.resume is not None else 0
-            self._best = BestCheckpoint(checkpoints, metric, up_to_step=first_step)
+            held_out = config.data.held_out_sources
+            self._best = BestCheckpoint(checkpoints, metric, held_out=held_out, up_to_step=first_step)
         self._is_whole = True
         """Whether trainer, clock and data agree."""
         self._completing: asyncio.Task[None] | None = None

@@ -5,6 +5,7 @@ version with which they began where engines keep it; the best evaluated checkpoi
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,28 +185,34 @@ async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> 
     await loop.run()
     assert not any(saved_early), "a run that dies during an evaluation would go on behind a step without a row"
     assert [step_of(path) for path in complete_checkpoints(folder)] == [2, 5, 6]
-    assert json.loads((folder / "best.json").read_text()) == {"metric": "eval/reward", "value": 1.0, "step": 2}
+    facts = {"metric": "eval/reward", "value": 1.0, "step": 2, "held_out": {"": "held_out.jsonl"}}
+    assert json.loads((folder / "best.json").read_text()) == facts
     assert loop.folder.best.resolve() == folder / "step-000002"
 
-    again = BestCheckpoint(loop.checkpoints, "eval/reward", up_to_step=6)
+    best_of = partial(BestCheckpoint, loop.checkpoints, held_out=config.data.held_out_sources)
+    again = best_of("eval/reward", up_to_step=6)
     again.judge(6, 1.0)  # no better, and the first one stays
     assert loop.folder.best.resolve().name == "step-000002"
     again.judge(6, 2.0)
     assert loop.folder.best.resolve().name == "step-000006"
     assert [step_of(path) for path in complete_checkpoints(folder)] == [5, 6]
-    forgotten = BestCheckpoint(loop.checkpoints, "eval/reward", up_to_step=5)  # a run that redoes step 6
+    forgotten = best_of("eval/reward", up_to_step=5)  # a run that redoes step 6
     forgotten.judge(5, 0.1)
     assert loop.folder.best.resolve().name == "step-000005"
-    other = BestCheckpoint(loop.checkpoints, "eval/pass_at_1", up_to_step=5)  # a value of eval/reward says nothing here
+    other = best_of("eval/pass_at_1", up_to_step=5)  # a value of eval/reward says nothing here
     other.judge(6, 0.0)
-    assert json.loads((folder / "best.json").read_text()) == {"metric": "eval/pass_at_1", "value": 0.0, "step": 6}
+    best = {"metric": "eval/pass_at_1", "value": 0.0, "step": 6, "held_out": {"": "held_out.jsonl"}}
+    assert json.loads((folder / "best.json").read_text()) == best
+    harder = best_of("eval/pass_at_1", held_out={"": "harder.jsonl"}, up_to_step=6)
+    harder.judge(5, -1.0)  # no figure of other rows is better
+    assert loop.folder.best.resolve().name == "step-000005"
 
 
 async def test_checkpoints_wait_for_the_evaluation_beside_training(tmp_path: Path) -> None:
     loop = slow_loop(tmp_path, beside(num_steps=6, every=3, keep_best="eval/pass_at_1"))
     await loop.run()
     best = json.loads((loop.folder.checkpoints / "best.json").read_text())
-    assert best == {"metric": "eval/pass_at_1", "value": 0.0, "step": 3}
+    assert (best["metric"], best["value"], best["step"]) == ("eval/pass_at_1", 0.0, 3)
     assert [step_of(path) for path in complete_checkpoints(loop.folder.checkpoints)] == [3, 6]
 
 
