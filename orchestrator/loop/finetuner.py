@@ -10,6 +10,7 @@ Invariants: a resumed run continues with the next lesson. Both samples of a pair
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES, Evaluation, Figures
 from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.telemetry import Telemetry
+from slipstream.orchestrator.files.timeline import StepTimeline
 from slipstream.orchestrator.inputs.rows.conversations import Lesson
 from slipstream.orchestrator.loop.ports import Stopwatch, TaughtTrainer
 from slipstream.orchestrator.loop.samples import denominators_of
@@ -54,8 +56,9 @@ class Finetuner(StepLoop):
         if resume_from is not None:
             await self._load(resume_from)
         else:
-            record = StepRecord(0, 0)
+            record, began = StepRecord(0, 0), time.time()
             await self._evaluate_into(record)
+            record.timeline = StepTimeline(began, time.time(), self._activities.take())
             self._telemetry.step(record)
         await self.run_steps()
 
@@ -85,7 +88,7 @@ class Finetuner(StepLoop):
         """The objective's figures of the held-out rows, of each set and of all."""
         if not self._held_out:
             return
-        clock, figures, everything = Stopwatch(), Figures(), list[LossStats]()
+        clock, figures, everything = Stopwatch(self._activities), Figures(), list[LossStats]()
         for name, lessons in self._held_out.items():
             samples, microbatches = self._packed(lessons)
             stats = await self._trainer.evaluate(microbatches, denominators_of(samples, self.policy_version))
@@ -94,8 +97,9 @@ class Finetuner(StepLoop):
                 figures |= _figures(stats, self._objective, f"eval/{name}")
         of_all = _figures(everything, self._objective, "eval")
         self.held_out_figure = next(iter(of_all.values()))
-        figures |= {"eval/step": self.step, **of_all, "eval/total_s": clock.total_s}
-        record.extra["eval/wait_s"] = clock.total_s
+        clock.lap("eval/wait_s")
+        record.extra |= clock.laps
+        figures |= {"eval/step": self.step, **of_all, "eval/total_s": clock.laps["eval/wait_s"]}
         await self._note(Evaluation(self.step, self.policy_version, {}, figures), record)
 
     def _packed(self, lessons: Sequence[Lesson]) -> tuple[list[Sample], list[list[list[Sample]]]]:

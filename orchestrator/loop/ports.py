@@ -142,6 +142,7 @@ _WORDS = {
     "trainer/score_s": "log-probabilities",
     "trainer/forward_backward_s": "forward and backward",
     "trainer/optimizer_s": "optimizer",
+    "eval/wait_s": "evaluation",
 }
 """What a timeline calls the parts of a step."""
 

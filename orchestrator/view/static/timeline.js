@@ -4,7 +4,7 @@ import { choice, drawingWidth, element, numberBox, replace, shape, tip } from ".
 import { bytes, clock, seconds, visible } from "./format.js";
 
 const FILLS = {
-  "wait for rollouts": "#d55e00", "wait for the evaluation": "#e69f00", "forward and backward": "#0072b2", "optimizer": "#8c6bb1",
+  "wait for rollouts": "#d55e00", "wait for the evaluation": "#e69f00", "evaluation": "#e69f00", "forward and backward": "#0072b2", "optimizer": "#8c6bb1",
   "publish": "#009e73", "sample": "#56b4e9", "judge": "#cc79a7", "paused": "#d55e00", "idle": "#9aa3b2",
   "begin": "#6b7280", "write": "#009e73", "verify": "#0072b2", "commit": "#8c6bb1",
 };

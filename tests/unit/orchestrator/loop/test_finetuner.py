@@ -94,6 +94,8 @@ async def test_every_step_has_a_row_and_a_run_in_two_parts_teaches_the_same(tmp_
     (tmp_path / "whole").mkdir()
     await whole.run()
     assert whole.steps == list(range(7))
+    spans = [[what for _, what, *_ in row["spans"]] for row in read_rows(whole.folder.timeline)]
+    assert spans == [["evaluation"], *[["forward and backward", "optimizer", "evaluation"]] * 6]
     (tmp_path / "parts").mkdir()
     first = Tuning(tmp_path / "parts", num_steps=4)
     await first.run()
