@@ -233,7 +233,10 @@ def check_training(config: RunConfig) -> Fact:
         step = f"{groups} prompts x {size} responses = {groups * size} responses a step"
     else:
         step = f"{counted(algorithm.sequences_per_step, 'row')} a step"
-    return Fact("training", f"{what}, lr {trainer.optim.lr:g}, {step}, {counted(run.num_steps, 'step')}")
+    rate, warm_up = f"lr {trainer.optim.lr:g}", trainer.optim.warmup_steps
+    if warm_up >= run.num_steps * algorithm.updates_per_step:
+        rate += f", which a warm-up of {warm_up} updates does not reach"
+    return Fact("training", f"{what}, {rate}, {step}, {counted(run.num_steps, 'step')}")
 
 
 def check_run_folder(config: RunConfig, machine: Machine) -> Fact:

@@ -185,7 +185,8 @@ def check_data(config: RunConfig) -> Fact:
     what = "the first " if data.stream else ""
     parts = [f"{what}{num} in {source}" for num, source in zip(training, data.training_sources, strict=True)]
     for name, source in data.held_out_sources.items():
-        trained = ", which is trained on as well" if source in data.training_sources else ""
+        is_trained = config.run.num_steps > 0 and source in data.training_sources
+        trained = ", which is trained on as well" if is_trained else ""
         parts.append(f"held-out {held_out[name]} in {source}{trained}")
     bound = f"; the chat template was tried on the first {RENDERED_ROWS} rows of each" if encoder.has_estimated else ""
     shown = (Fact(f"first {subject[:-1]}", f"{seen[0][0]}, {shown_row(seen[0][1], encoder.exact)}"),) if seen else ()

@@ -311,6 +311,10 @@ def test_a_run_folder_has_room_and_can_be_made(tmp_path: Path) -> None:
             ["experiment=sft_quickstart", "algorithm.sequences_per_step=1", "run.num_steps=2", "trainer.optim.lr=0.01"],
             "LoRA rank 16, alpha 32, lr 0.01, 1 row a step, 2 steps",
         ),
+        (
+            ["experiment=sft_quickstart", "run.num_steps=9", "trainer.optim.lr=0.01", "trainer.optim.warmup_steps=9"],
+            "LoRA rank 16, alpha 32, lr 0.01, which a warm-up of 9 updates does not reach, 64 rows a step, 9 steps",
+        ),
     ],
 )
 def test_what_a_step_trains_is_told(words: list[str], said: str) -> None:

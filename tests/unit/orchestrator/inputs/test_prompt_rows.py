@@ -125,6 +125,8 @@ def test_rows_that_are_too_long_are_left_out_where_that_is_asked_for(
     told = f"{first} in {path}, held-out 4 (2 too long and left out) in {path}, which is trained on as well"
     few = "; fewer than a step takes, so that each is drawn more than once: algorithm.groups_per_step=16"
     assert finding == (told if stream else told + few)
+    alone = replace(config, run=replace(config.run, num_steps=0))
+    assert check_data(alone).finding == told.removesuffix(", which is trained on as well")
     with pytest.raises(DataError, match=r"a\.jsonl has no rows that are short enough"):
         rows_of("data.max_prompt_tokens=2", *words).stream()
 
