@@ -160,8 +160,9 @@ def test_every_answer_is_taught_once_and_as_the_template_writes_it_in_the_last_p
     header = "<|user|>" if name == "glm4moe" else ""  # what a model of it samples to end a turn
     begun = "<think>\n" if name.startswith("deepseek") else ""  # of its generation prompt alone
     answers = [
-        theirs(count).removeprefix(theirs(count - 1, is_open=True).removesuffix(begun)) + header for count in (2, 4)
-    ]
+        theirs(count).removeprefix(theirs(count - 1, is_open=True).removesuffix(begun)).rstrip() + header
+        for count in (2, 4)
+    ]  # a model is asked for no line break behind its <|im_end|>
     assert all(len(answer) < 50 for answer in answers)
     found = taught(folder, messages)
     assert [piece for _, pieces, _ in found for piece in pieces] == answers

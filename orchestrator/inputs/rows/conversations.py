@@ -11,8 +11,8 @@ assistant's turn, or ends it as the next turn's header (turn_ends.py), which is 
                                                       the response are taught
 
     whole      <user> 2 + 2? <end> <assistant> 4 <end>
-    template of messages[:1] + generation prompt  --> ends here ^        the span after it, to the end of the template
-    of messages[:2], is taught: the answer and the token that ends a turn. A template that writes earlier turns in
+    template of messages[:1] + generation prompt  --> ends here ^        the span after it in the template of
+    messages[:2] is taught, up to the token that ends the answer. A template that writes earlier turns in
     another way later (Qwen3 without their thinking) makes several sequences of a row, each answer in one.
 """
 
@@ -148,12 +148,16 @@ def end_of_text(encoder: Encoder) -> str:
 
 
 def with_end(answer: str, encoder: Encoder) -> str:
-    """An answer that is plain text, and what ends it. Text that a template rendered before has its end already; blanks
-    behind that are no part of an answer.
+    """An answer that is plain text, and what ends it. Text that a template rendered before has its end already."""
+    return up_to_its_end(answer, encoder) or answer + end_of_text(encoder)
+
+
+def up_to_its_end(answer: str, encoder: Encoder) -> str:
+    """An answer without blanks behind its end, which are no part of it: nobody samples the line break after ChatML's
+    <|im_end|>. Empty if it does not end so.
     """
     ends = tuple(filter(None, encoder.ends.values()))
-    ended = (text for text in (answer, answer.rstrip()) if text.endswith(ends))
-    return next(ended, answer + end_of_text(encoder))
+    return next((text for text in (answer, answer.rstrip()) if text.endswith(ends)), "")
 
 
 def check_conversation(conversation: Conversation, what: str, limit: int | None) -> None:
@@ -206,7 +210,8 @@ def chat_conversations(chat: Chat, where: str, encoder: Encoder, first_taught: i
             stop = len(answer.text)
             end = end_after(text[answer.start : stop], text[stop:], chat.messages[number], encoder)
             text += end if stop == len(text) else ""
-            spans.append((answer.start, stop + len(end)))
+            ended = up_to_its_end(answer.text[answer.start :], encoder)
+            spans.append((answer.start, answer.start + len(ended) if ended else stop + len(end)))
         one = tokenized(text, spans, where, encoder, False)  # a chat template brings its own special tokens
         conversations.append(replace(one, unseen=next((answer.unseen for _, answer in answers if answer.unseen), "")))
     return conversations
