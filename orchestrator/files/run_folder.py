@@ -40,6 +40,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from enum import Enum
@@ -344,14 +345,21 @@ def _create(config: RunSection, now: datetime) -> RunFolder:
 
 
 def point_latest(root: Path) -> None:
-    """Atomically point <dir>/latest at the run, whose lock is held. A real file or folder of that name stays."""
+    """Atomically point <dir>/latest at the run, whose lock is held. A real file or folder of that name stays, and so
+    does a link that cannot be replaced: in a folder of everybody's (as /tmp) another user's.
+    """
     link = root.parent / "latest"
     if link.exists() and not link.is_symlink():
         return
     temporary = root.parent / f".latest-{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(root.name)
-    temporary.replace(link)
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(root.name)
+        temporary.replace(link)
+    except OSError as error:
+        logger.warning("%s does not lead to this run: %s", link, error.strerror)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _git_commit() -> JsonObject | None:

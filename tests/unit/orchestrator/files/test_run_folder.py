@@ -1,6 +1,7 @@
 """Locks: where a run's files are, that `latest` follows, and what the folder says about the run before it starts."""
 
 import json
+import os
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
@@ -27,7 +28,7 @@ from slipstream.orchestrator.run import run
 NOON = datetime(2026, 1, 31, 12, 0, 0)
 
 
-def test_folder_is_named_by_run_and_time_and_latest_follows(tmp_path: Path) -> None:
+def test_folder_is_named_by_run_and_time_and_latest_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     section = RunSection(name="demo", dir=str(tmp_path / "runs"))
     first = open_run_folder(section, NOON)
     second = open_run_folder(section, NOON)
@@ -36,6 +37,10 @@ def test_folder_is_named_by_run_and_time_and_latest_follows(tmp_path: Path) -> N
     for folder in (first, second):
         point_latest(folder.root)
         assert (tmp_path / "runs" / "latest").resolve() == folder.root
+    (tmp_path / "runs" / f".latest-{os.getpid()}").mkdir()  # nothing can be renamed to latest, as another user's link
+    point_latest(first.root)
+    assert (tmp_path / "runs" / "latest").resolve() == second.root
+    assert "latest does not lead to this run: Is a directory" in caplog.text
 
 
 def test_resume_opens_the_folder_and_refuses_a_missing_one(tmp_path: Path) -> None:
