@@ -27,6 +27,12 @@ TOOLS = [
 ]
 USER, ANSWER = {"role": "user", "content": "Paris?"}, {"role": "assistant", "content": "Sunny."}
 DEEPSEEK = tuple(f"<｜{name}｜>" for name in ("end▁of▁sentence", "begin▁of▁sentence", "User", "Assistant"))
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0].role != 'system' %}<|im_start|>system\nBe kind."
+    "<|im_end|>\n{% endif %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As SmolLM2's."""
 SPECIALS = {
     "qwen3": QWEN,
     "qwen3_instruct_2507": QWEN,
@@ -146,6 +152,17 @@ def taught(folder: Path, messages: list[dict[str, Any]], **columns: Any) -> list
         ]
         found.append((tokenizer.decode(one.token_ids, skip_special_tokens=False), pieces, one.unseen))
     return found
+
+
+@pytest.mark.parametrize("name", [*SPECIALS, "chatml"])
+def test_an_answer_that_begins_a_conversation_is_taught_alone(tmp_path: Path, name: str) -> None:
+    """ShareGPT's often begin so. A template that begins with words of its own has them untaught."""
+    folder = saved(tmp_path, "qwen3" if name == "chatml" else name)
+    if name == "chatml":
+        (folder / "chat_template.jinja").write_text(CHATML)
+    messages = [{"role": "assistant", "content": "Hello."}, *turns("2+2?", "4")]
+    pieces = [piece for _, pieces, _ in taught(folder, messages) for piece in pieces]
+    assert pieces[0].partition("<")[0] == "Hello." and "4" in pieces[1] and len(pieces) == 2
 
 
 @pytest.mark.parametrize("name", SPECIALS)
