@@ -235,7 +235,7 @@ def _parse_line(line: bytes, file: Path, number: int) -> JsonObject:
         raise DataError(f"{where}: byte {e.start + 1} of the line is not UTF-8; save the file as UTF-8") from e
     except DataError as e:
         raise DataError(f"{where}: {e}") from e
-    except ValueError as e:  # a number of thousands of digits
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits; lists in lists in lists
         raise DataError(f"{where}: not a JSON object: {e}") from e
     if not is_object(row):
         raise DataError(f"{where}: each line must be a JSON object, got {type(row).__name__}")

@@ -263,7 +263,7 @@ def _asked_and_answered(row: JsonObject, where: str, config: DataConfig) -> tupl
     if isinstance(response, int | float):
         with suppress(ValueError):
             response = answer_text(response)
-    if not (isinstance(prompt, str) and isinstance(response, str)):
+    if not (isinstance(prompt, str) and isinstance(response, str) and response.strip()):
         given = zip((prompt, response), keys, strict=True)
         prompt, response = (text_or_turns(one, f"{where}: column {key!r} ({option})") for one, (key, option) in given)
     return prompt, response, name

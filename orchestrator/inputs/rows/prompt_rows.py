@@ -22,7 +22,7 @@ from typing import Any
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.schema import ANSWER, READ_AN_ANSWER, Objective, Order, RunConfig
 from slipstream.orchestrator.data.curriculum import Middling
-from slipstream.orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
+from slipstream.orchestrator.data.prompts import Encoder, PromptReader, check_text, encode_up_to
 from slipstream.orchestrator.data.sources import Row, listed
 from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
@@ -128,12 +128,13 @@ class PromptRows:
 def _check_answer(answer: object, what: str) -> None:
     """An answer is compared as text: that of null is None, which a response may say."""
     try:
-        answer_text(answer)
+        text = answer_text(answer)
     except ValueError as e:
         got = "null" if answer is None else json.dumps(answer)[:60]
         raise DataError(
             f"{what} must be text or a number, got {got}; write the answer as text, or remove the row"
         ) from e
+    check_text(text, what)
 
 
 def _check_tests(tests: object, what: str) -> None:

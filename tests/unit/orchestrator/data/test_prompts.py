@@ -179,6 +179,7 @@ def test_a_prompt_holds_what_json_holds(tmp_path, encoder):
     [
         ('{"prompt": "a"', r"a\.jsonl:2: not a JSON object: Expecting ',' delimiter at character 15"),
         ('{"prompt": "a', r"a\.jsonl:2: not a JSON object: Unterminated string starting at character 12$"),
+        pytest.param("[" * 100_000, r"a\.jsonl:2: not a JSON object: maximum recursion depth exceeded", id="deep"),
         ("{", r"a\.jsonl:2: not a JSON object: .*; a row is one line: jq -c \. .*a\.jsonl"),
         ('["prompt"]', r"a\.jsonl:2: each line must be a JSON object, got list"),
         ('{"text": "a"}', r"a\.jsonl:2: no column 'prompt' \(data\.prompt_key\); the columns are text$"),

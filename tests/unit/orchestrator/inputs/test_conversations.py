@@ -166,6 +166,7 @@ def test_the_sample_predicts_each_taught_token(folder):
         ({"prompt": [], "completion": [SAID]}, "column 'prompt' .* must be text or a non-empty list"),
         ({"prompt": "", "completion": [SAID]}, "column 'prompt' .* is empty"),
         ({"prompt": [ASKED], "completion": " "}, "column 'completion' .* is empty"),
+        ({"prompt": "2+2?", "response": " "}, "column 'response' .* is empty"),
         ({"prompt": [ASKED, SAID], "completion": [SAID]}, "messages 2 and 3 are both of 'assistant'"),
         ({"prompt": [ASKED]}, r"column 'response' \(data.columns.response\)"),
         ({"messages": []}, "non-empty list"),

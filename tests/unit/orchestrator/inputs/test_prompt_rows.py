@@ -197,7 +197,11 @@ def test_the_ends_before_a_run_are_those_of_its_model_folder(tmp_path: Path) -> 
 @pytest.mark.parametrize("reward", ["exact_match", "regex", "math"])
 @pytest.mark.parametrize(
     ("answer", "got"),
-    [(None, "null"), (True, "true"), ([1], r"\[1\]"), ({"a": 1}, r'\{"a": 1\}'), (float("nan"), "NaN")],
+    [
+        *((None, "got null"), (True, "got true"), ([1], r"got \[1\]"), ({"a": 1}, r'got \{"a": 1\}')),
+        (float("nan"), "got NaN"),
+        ("\ud83d", "character 1 of the text .* half of a surrogate pair"),
+    ],
 )
 def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path: Path, reward: str, answer, got: str) -> None:
     path = tmp_path / "a.jsonl"
@@ -205,7 +209,8 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path: Path, 
     pattern = ['reward.pattern="(a)"'] if reward == "regex" else []
     rows = rows_of(f"data.path={path}", f"reward={reward}", *pattern)
     with pytest.raises(
-        DataError, match=rf"a\.jsonl:2: column 'answer' \(reward\.kind={reward}\) must be text or a number, got {got}"
+        DataError,
+        match=rf"a\.jsonl:2: column 'answer' \(reward\.kind={reward}\)( must be text or a number, |: ){got}",
     ):
         rows.training()
 
