@@ -10,6 +10,7 @@
         DiskFull(OSError)                  a file of the run could not be written: no space, or a quota
         PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
         ClusterLost(RuntimeError)          a server of the run's own Ray cluster has ended
+        RunTakenOver(RuntimeError)         another process goes on with the run, which this one was given up for
         PushError(RuntimeError)            a rank or an engine of `slipstream push` failed
         TrainingStopped(RuntimeError)      the loop cannot go on: a trainer rank died, or too many steps were refused
 
@@ -53,6 +54,10 @@ class PlacementError(OrchestratorError, RuntimeError):
 
 class ClusterLost(OrchestratorError, RuntimeError):
     """A server of the run's own Ray cluster has ended. The message names it, and the signal that ended it."""
+
+
+class RunTakenOver(OrchestratorError, RuntimeError):
+    """Another process goes on with the run. This one ends, and writes nothing into its folder."""
 
 
 class PushError(OrchestratorError, RuntimeError):

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Set
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
@@ -57,7 +58,9 @@ class CheckpointUploads:
         self._thread.start()
 
     def offer(self, checkpoint: Path) -> None:
-        """Send a complete checkpoint as soon as the one before it is there."""
+        """Send a complete checkpoint as soon as the one before it is there. Raises RunTakenOver."""
+        with suppress(ObjectStoreError):  # the thread says so
+            self.store.check_own()
         with self._changed:
             self._waiting = checkpoint
             self._changed.notify_all()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState, lines_of, state_of
+from slipstream.orchestrator.files.claim import check_own, is_own
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, resumed_folder
 from slipstream.orchestrator.socket_folder import DOOR, LET_GO
 
@@ -46,8 +47,9 @@ class Journal:
 
 def write_journal(folder: RunFolder, journal: Journal) -> None:
     """In the place of the one before. Of groups that wait for their step it holds the prompts alone: they are sampled
-    again. Their tokens would be megabytes at every step.
+    again. Their tokens would be megabytes at every step. Raises RunTakenOver.
     """
+    check_own(folder)
     buffer = journal.state.buffer
     prompts = {ticket: group.prompt for ticket, group in buffer.groups.items()}
     buffer = BufferState(buffer.num_batches, {}, prompts | buffer.in_flight)
@@ -97,7 +99,8 @@ def end_what_waits(folder: RunFolder) -> bool:
 def remove_journal(folder: RunFolder) -> None:
     """The run's processes end with its controller from now on."""
     with suppress(OSError):
-        folder.journal.unlink()
+        if is_own(folder):
+            folder.journal.unlink()
 
 
 def waits_for(config: RunConfig) -> RunState | None:

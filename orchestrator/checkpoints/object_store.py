@@ -1,13 +1,15 @@
 """A run's folder in an object store: what of a run outlives its machines (run.checkpoint_dir).
 
     <run.checkpoint_dir>/NAME/
+      owner                               which process goes on with the run (files/claim.py)
       config.yaml, metrics.jsonl, ...     as in the run's own folder, as of the newest checkpoint
       step-000050/                        as in the run's own folder (run_checkpoint.py)
 
 Owns: these names, what is asked of fsspec, and what its errors mean to people. Does not own: when a checkpoint is sent
 (checkpoint_uploads.py), what is in one, credentials: drivers of fsspec read them from the environment.
 Invariants: a checkpoint has a manifest only while all its other files are there: it is sent last, and removed first.
-Files pass through in parts, however large they are.
+Files pass through in parts, however large they are. A process whose run another one goes on with sends and removes
+nothing more.
 """
 
 import json
@@ -20,9 +22,11 @@ from typing import Any, cast
 
 from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.orchestrator.errors import ObjectStoreError
+from slipstream.orchestrator.files.claim import THIS_PROCESS, check_word
 
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
+_OWNER = "owner"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "startup.jsonl", "checkpoints/best.json")
 """Files of a run's folder that a resume on another machine goes on with."""
 _OPTIONS = {"file": {"auto_mkdir": True}, "s3": {"max_concurrency": 4}}
@@ -69,6 +73,15 @@ class ObjectStore:
                 raise OSError("what was written does not come back")
             fs.rm(folder, recursive=True)
 
+    def claim(self) -> None:
+        """From now on this process goes on with the run, and no other one."""
+        with self._speaking("cannot be written") as (fs, root):
+            fs.pipe_file(f"{root}/{_OWNER}", THIS_PROCESS.encode())
+
+    def check_own(self) -> None:
+        """Raises RunTakenOver if another process goes on with the run."""
+        check_word(self.text(_OWNER) or "", self.url)
+
     def folders(self) -> list[str]:
         """Names of what lies in the folder."""
         with self._speaking("cannot be listed") as (fs, root):
@@ -107,6 +120,7 @@ class ObjectStore:
             attempt(partial(self._put, path, str(name)))
 
     def _put(self, path: Path, name: str) -> None:
+        self.check_own()
         with self._speaking(f"cannot be written ({name})") as (fs, root):
             fs.put_file(str(path), f"{root}/{name}")
 
@@ -132,6 +146,7 @@ class ObjectStore:
 
     def prune(self, *, keep: int, spared: Iterable[int]) -> None:
         """Remove all but the newest, those that are spared, and what an upload that broke off has left before them."""
+        self.check_own()
         complete = self.steps()
         kept = {*complete[-keep:], *spared}
         with self._speaking("cannot be pruned") as (fs, root):

@@ -36,6 +36,7 @@ from slipstream.orchestrator.checkpoints.manifest import FORMAT, fsync, read_jso
 from slipstream.orchestrator.checkpoints.object_store import MANIFEST, ObjectStore
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
+from slipstream.orchestrator.files.claim import check_own, is_own
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plain
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, *, keep: int, options: JsonObject, remote: ObjectStore | None = None) -> None:
-        self.folder = folder
+        self.folder, self._run = folder, RunFolder(folder.parent)
         self.spared: set[int] = set()
         """Steps whose checkpoints stay, however old they are."""
         self._keep = keep
@@ -183,6 +184,7 @@ class CheckpointStore:
             record.unlink(missing_ok=True)  # of an earlier part of the run
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._remote.claim()
         self._uploads = CheckpointUploads(self._remote, record, keep=self._keep, spared=lambda: set(self.spared))
         steps, newest = self._remote.steps(), self.newest()
         self._uploads.begin(steps)
@@ -242,6 +244,7 @@ class CheckpointStore:
 
     def _fetch_newer(self, remote: ObjectStore, resume: str) -> None:
         """Have the newest whole checkpoint of the object store here, unless one that is here is as new."""
+        remote.claim()  # from here on whoever had it sends nothing there
         here = self._newest_whole_step(resume)
         for step in reversed([step for step in remote.steps() if step > here]):
             logger.info("fetching step %d from %s", step, remote.url)
@@ -280,7 +283,8 @@ class CheckpointStore:
         )
 
     def begin(self, step: int) -> Path:
-        """An empty folder under a temporary name; the trainer's ranks write into its `trainer/`."""
+        """An empty folder under a temporary name; trainer ranks write into its `trainer/`. Raises RunTakenOver."""
+        check_own(self._run)
         partial = self.folder / f".step-{step:06d}.partial"
         if partial.exists():
             shutil.rmtree(partial)
@@ -288,7 +292,12 @@ class CheckpointStore:
         return partial
 
     def finish(self, partial: Path, state: RunState) -> Path:
-        """Add the run's state, make all files durable, name the folder, and remove the oldest. Returns the path."""
+        """Add the run's state, make all files durable, name the folder, and remove the oldest. Returns the path.
+
+        Raises:
+            RunTakenOver: nothing was changed; or, of the run in the object store, the checkpoint is here alone.
+        """
+        check_own(self._run)
         head, rows = lines_of(state)
         (partial / "groups.jsonl").write_text(rows)
         (partial / "state.json").write_text(json.dumps({"format": FORMAT, **head, "options": self._options}, indent=2))
@@ -321,7 +330,8 @@ class CheckpointStore:
 
     def discard(self, partial: Path) -> None:
         """Remove what has no name of a checkpoint."""
-        shutil.rmtree(partial, ignore_errors=True)
+        if is_own(self._run):
+            shutil.rmtree(partial, ignore_errors=True)
 
     def read(self, path: Path) -> RunState:
         """Verify a checkpoint; compare it with this run's options; return its state.

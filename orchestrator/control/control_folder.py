@@ -1,7 +1,8 @@
 """Requests to a run that goes on, as files in its folder: `slipstream recover`, `scale` and `drain`.
 
     runs/NAME/control/                   0700: only the run's owner may ask
-    runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends
+    runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends; its
+                                         name is in it (files/claim.py)
     runs/NAME/control/ID.request.json    {"ask": "scale", "rollout": 3}, written by the command
     runs/NAME/control/ID.answer.json     {"done": true, "lines": [...]}, written by the controller
     runs/NAME/control/workers_asked      how many workers were asked for last, for a resume
@@ -34,6 +35,7 @@ from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.fleet_requests import carry_out
+from slipstream.orchestrator.files.claim import THIS_PROCESS, is_own
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options, write_whole
 from slipstream.rollout.crash_reports import COMMAND, death_in
 
@@ -72,6 +74,9 @@ def alive(run: Path) -> Generator[None]:
             raise ConfigError(f"{run} is being run by another process; stop that one first") from error
         except OSError as error:
             raise _no_locks(folder / "alive", error) from error
+        with contextlib.suppress(OSError):  # on a full disk it has no name
+            os.ftruncate(file, 0)
+            os.pwrite(file, THIS_PROCESS.encode(), 0)
         for stale in folder.glob("*.json"):
             stale.unlink(missing_ok=True)
         _write_end(run, "")
@@ -90,7 +95,13 @@ def _note_early_end(run: Path, error: BaseException) -> None:
 
 
 def note_end(run: Path, state: str, error: str | None = None) -> None:
-    """Write down how it ended, for `how_it_ended`."""
+    """Write down how it ended, for `how_it_ended`, unless another process goes on with it."""
+    if is_own(RunFolder(run)):
+        note_end_of(run, state, error)
+
+
+def note_end_of(run: Path, state: str, error: str | None) -> None:
+    """The same of a controller that cannot do it."""
     _write_end(run, json.dumps({"state": state, "error": error}))
 
 
@@ -207,8 +218,8 @@ def _taken_back(request: Path) -> bool:
 
 
 async def answer_requests(run: Path, supervisor: Supervisor) -> None:
-    """Carry out requests until cancelled."""
-    while True:
+    """Carry out requests until cancelled, or the run is another process's."""
+    while is_own(RunFolder(run)):
         for request in sorted((run / "control").glob("*.request.json")):
             try:
                 asked = json.loads(request.read_text())

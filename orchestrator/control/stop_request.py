@@ -22,6 +22,8 @@ from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.checkpoints.journal import end_what_waits
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
+from slipstream.orchestrator.errors import RunTakenOver
+from slipstream.orchestrator.files.claim import check_own
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options, write_whole
 
 logger = logging.getLogger(__name__)
@@ -74,12 +76,19 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
 
 
 async def end_when_asked(run: Path) -> None:
-    """Send this process SIGTERM when `slipstream stop` asks for it. Runs until then, or until cancelled."""
+    """Send this process SIGTERM when `slipstream stop` asks for it, or another process goes on with the run. Runs until
+    then, or until cancelled.
+    """
     request = _request(run)
-    while not request.exists():
-        await asyncio.sleep(LOOK_EVERY_S)
     try:
+        while not request.exists():
+            check_own(RunFolder(run))
+            await asyncio.sleep(LOOK_EVERY_S)
         who = json.loads(request.read_text())["who"]
+    except RunTakenOver as error:
+        logger.error("%s", error)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     except (OSError, ValueError, KeyError, TypeError):  # whoever could write it may stop the run, whatever it says
         who = "somebody"
     logger.warning("%s asks the run to end (slipstream stop): it finishes its step and saves its state", who)

@@ -102,6 +102,7 @@ class RunFolder:
     curves = Inside("curves.png")
     tensorboard = Inside("tensorboard")
     model = Inside("model")
+    alive = Inside("control/alive")
     starting = Inside("control/starting.json")
     journal = Inside("control/journal")
     dashboard = Inside("control/dashboard.json")

@@ -21,6 +21,7 @@ from typing import TextIO
 import numpy as np
 
 from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, in_words
+from slipstream.orchestrator.files.claim import check_own
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.goodput import goodput_of
 from slipstream.orchestrator.files.loggers.logger import Logger
@@ -92,7 +93,8 @@ class Telemetry:
                 sink.close()
 
     def step(self, record: StepRecord) -> dict[str, Value]:
-        """Emit one row everywhere and return it."""
+        """Emit one row everywhere and return it. Raises RunTakenOver."""
+        check_own(self._folder)
         row = row_of(record, self._rewards, self._evals)
         if record.step:
             self._add_goodput(row, record.timeline)

@@ -17,7 +17,7 @@ from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, fingerprint, step_of
 from slipstream.orchestrator.cli.main import main
-from slipstream.orchestrator.errors import CheckpointError, ObjectStoreError
+from slipstream.orchestrator.errors import CheckpointError, ObjectStoreError, RunTakenOver
 from slipstream.orchestrator.files.run_folder import RunFolder, open_run_folder, write_description
 
 OPTIONS = ["experiment=quickstart", "cluster.dashboard=false"]
@@ -82,6 +82,31 @@ def test_a_spared_checkpoint_stays_there_too(checkpoints: CheckpointStore, remot
         write(checkpoints, step)
         checkpoints.finish_sending()
     assert remote.steps() == [1, 3]
+
+
+def test_where_another_process_goes_on_nothing_is_sent_or_removed(
+    checkpoints: CheckpointStore, remote: ObjectStore, tmp_path: Path
+) -> None:
+    owner = tmp_path / "store" / "run-1" / "owner"
+    owner.parent.mkdir(parents=True)
+    owner.write_text("process 6 on elsewhere")
+    checkpoints.begin_sending()
+    write(checkpoints, 1)
+    checkpoints.finish_sending()
+    checkpoints.begin_sending()
+    owner.write_text("process 7 on elsewhere")
+    for send in (lambda: write(checkpoints, 2), lambda: remote.prune(keep=0, spared=())):
+        with pytest.raises(RunTakenOver, match="process 7 on elsewhere goes on with the run in file://"):
+            send()
+    checkpoints.finish_sending()
+    assert remote.steps() == [1]
+    newest = checkpoints.newest()
+    assert newest is not None and step_of(newest) == 2, "it is on this machine's disk"
+    with pytest.raises(RunTakenOver):
+        remote.send(newest, lambda send: send())
+    assert checkpoints.to_resume("run-1") == newest, "whoever resumes has it from then on"
+    remote.send(newest, lambda send: send())
+    assert remote.steps() == [1, 2]
 
 
 def test_a_file_is_tried_again_and_then_given_up_for_the_next_checkpoint(
