@@ -4,10 +4,10 @@
 
 The quick start's model with rollout.num_workers=1..3 on two CPU cores. A node has room for one worker, and the first
 one for the trainer, too. Two nodes join while it trains. Then one is cut off for a few seconds, and one for longer, by
-`slipstream chaos`; a lost one joins again. In the end one gets a notice (rollout.notice) when its figures say that it
-has begun responses, and the other is gone at once, as in a power cut. Every step has an evaluation, whose responses are
-greedy. The policy stands still (a learning rate of 1e-12): all of these must be those of an undisturbed run, token by
-token. Writes bench/results/nodes-cpu.json with what was seen of each phase, and the checks of chaos_matrix.py.
+`slipstream chaos`; a lost one joins again. In the end one gets a notice (rollout.notice) just after a publish, with
+which responses begin, and the other is gone at once, as in a power cut. Every step has an evaluation, whose responses
+are greedy. The policy stands still (a learning rate of 1e-12): all of these must be those of an undisturbed run, token
+by token. Writes bench/results/nodes-cpu.json with what was seen of each phase, and the checks of chaos_matrix.py.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ ray.get(groups[0].ready())
 """Takes the rest, of a node that joins later as soon as it does."""
 WORDS = [
     *POLICY, f"cluster.ray_address={HEAD}", "rollout.num_workers=1..3", f"rollout.notice={NOTICE}", "run.loggers=[]",
-    "trainer.num_ranks=1", "trainer.ep_size=1", "trainer.optim.lr=1e-12", "rollout.max_model_len=348",
-    "rollout.sampling.max_tokens=300", "rollout.eval.temperature=0", "run.eval_every_steps=1",
+    "trainer.num_ranks=1", "trainer.ep_size=1", "trainer.optim.lr=1e-12", "rollout.max_model_len=512",
+    "rollout.sampling.max_tokens=480", "rollout.eval.temperature=0", "run.eval_every_steps=1",
     "run.samples_per_step=24", "algorithm.group_size=4", "run.checkpoint_every_steps=0", "run.num_steps=100000",
 ]  # fmt: skip
-NUM_STARTS, NUM_HELD_OUT, NUM_TOKENS = 4, 24, 300
-"""Every response has NUM_TOKENS: the quick start's do not end at a token."""
+NUM_STARTS, NUM_HELD_OUT = 4, 24
 SHORT_S, LONG_S = 4.0, 90.0
 """Ray gives a node up that is silent for half a minute or so."""
 
@@ -189,12 +188,6 @@ class Watched:
         """The newest process of one that began there. Example: "rollout-2.1", after a restart."""
         return re.findall(rf"(rollout-\S+) is process \d+ at tcp://{re.escape(node.address)}:", self.log)[-1]
 
-    def begins_responses(self, node: Node) -> bool:
-        """Whether its worker, asked twice, had none under way at first and then some."""
-        rows, name = read_rows(self.folder / "fleet.jsonl"), self.worker_on(node)
-        counts = [row["tokens"] for row in rows if (row["name"], row["event"]) == (name, "tokens")]
-        return [count % NUM_TOKENS > 0 for count in counts[-2:]] == [False, True]
-
     def cut(self, node: Node, seconds: float) -> dict[str, Any]:
         """`slipstream chaos` cuts it off."""
         victim = self.worker_on(node).replace("rollout", "worker").partition(".")[0]
@@ -228,7 +221,9 @@ def come_and_go(watched: Watched, nodes: dict[int, Node], folder: Path) -> list[
     watched.phase("one is cut off for long", lambda rows: not events.append(watched.cut(nodes[3], LONG_S)))
     nodes.pop(3).lose()
     watched.phase("another joins", lambda rows: joined(nodes, folder, 4) and serving(3)(rows))
-    watched.wait("one begins responses", lambda rows: watched.begins_responses(nodes[4]))
+    ended = re.compile("publish of version .* ended")  # then all workers begin, and a notice is seen within 2 s
+    num_ended = len(ended.findall(watched.log))
+    watched.wait("responses begin", lambda rows: len(ended.findall(watched.log)) > num_ended)
     nodes[4].take()
     name = re.escape(watched.worker_on(nodes[4]))
     watched.phase("it gets a notice", lambda rows: bool(re.search(rf"{name} has gone", watched.log)))
