@@ -108,9 +108,9 @@ class RankStates:
         """
         self._restore(f"state in {folder}", partial(read_rank_state, Path(folder)))
 
-    def keep_states(self, keepers: Sequence[Address]) -> None:
-        """From now on keep() sends to these."""
-        self._kept.use(keepers, self.num_bytes)
+    def keep_states(self, keepers: Sequence[Address], life: int) -> None:
+        """From now on keep() sends to these. `life`: how often all ranks were started again."""
+        self._kept.use(keepers, self.num_bytes, life)
 
     def keep(self, number: int) -> Readiness:
         """Copy this rank's state, and begin to send it to its keepers, if all ranks are ready for that: their states

@@ -153,9 +153,9 @@ class KeeperActor:
         return {} if self._keeper is None else self._keeper.kept()
 
     @ray.method
-    def go_back(self, number: int) -> None:
+    def go_back(self, number: int, life: int) -> None:
         if self._keeper is not None:
-            self._keeper.go_back(number)
+            self._keeper.go_back(number, life)
 
 
 class ForkServerActor:

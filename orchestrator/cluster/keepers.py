@@ -59,9 +59,9 @@ class Keepers:
                 return f"{num_bytes / 1e9:.1f} GB of {host}'s memory, which has {free / 1e9:.1f} GB left"
         return ""
 
-    async def newest(self, num_ranks: int, most: int) -> tuple[int, list[Address]]:
+    async def newest(self, num_ranks: int, most: int, life: int) -> tuple[int, list[Address]]:
         """The newest number, at most this one, that every rank has a state of, and where each finds it; (0, []) without
-        one. Later ones are forgotten.
+        one. Later ones are forgotten, and none is taken of ranks of an earlier life.
         """
         where: dict[int, dict[int, Address]] = {}
         left: list[tuple[str, type[KeeperActor]]] = []
@@ -77,7 +77,7 @@ class Keepers:
                     where.setdefault(number, {})[rank] = address
         number = max((one for one, ranks in where.items() if one <= most and len(ranks) == num_ranks), default=0)
         for node, actor in left:
-            await self._cluster.result_of(actor.go_back.remote(number), _name(node), OrchestratorError)
+            await self._cluster.result_of(actor.go_back.remote(number, life), _name(node), OrchestratorError)
         return number, [where[number][rank] for rank in range(num_ranks)] if number else []
 
     def _on(self, node: str) -> asyncio.Future[_Started]:

@@ -239,7 +239,7 @@ class Rebirth:
         Returns:
             Whether they have it now.
         """
-        number, keepers = await self._keepers.newest(len(ranks.actors), self._num_kept)
+        number, keepers = await self._keepers.newest(len(ranks.actors), self._num_kept, self._num_begun)
         if not self._why_not:
             await self.let_keep(ranks)
         if has_it or not number or number != self._num_kept:
@@ -272,7 +272,7 @@ class Rebirth:
                 with contextlib.suppress(RayError):
                     await self._cluster.in_thread(partial(kill_actor, actor))
             # A step whose end was not told counts as unfinished: the call that failed is made again.
-            number, keepers = await self._keepers.newest(len(ranks.names), self._num_kept)
+            number, keepers = await self._keepers.newest(len(ranks.names), self._num_kept, self._num_begun)
             if number < max(self._num_kept - 1, self._first):
                 raise TrainingStopped(f"{error}. No state of its last steps is left: go on with slipstream resume")
             try:
@@ -316,4 +316,4 @@ class Rebirth:
     async def let_keep(self, ranks: Ranks) -> None:
         """Let ranks send their states to keepers."""
         keepers = await self._keepers.of([str(facts["node"]) for facts in ranks.facts])
-        await self._on_all(ranks, "keep_states", lambda rank: (keepers[rank],), _READ_S)
+        await self._on_all(ranks, "keep_states", lambda rank: (keepers[rank], self._num_begun), _READ_S)

@@ -86,7 +86,7 @@ def there(bucket: s3fs.S3FileSystem) -> set[str]:
 def test_another_machine_goes_on_from_the_newest_checkpoint(bucket: s3fs.S3FileSystem, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/runs/run-1"
     send(tmp_path / "first" / "run-1", 5, 10, 15)
-    assert there(bucket) == {"step-000010", "step-000015", "metrics.jsonl"}
+    assert there(bucket) == {"step-000010", "step-000015", "metrics.jsonl", "owner"}
     second = checkpoints_in(tmp_path / "second" / "run-1")
     assert second.step_to_resume(url) == (15, [])
     assert not second.folder.exists()
@@ -107,7 +107,9 @@ def test_an_upload_that_is_killed_half_way_leaves_the_one_before(bucket: s3fs.S3
         "def once(send):\n"
         "    send()\n"
         "    os.kill(os.getpid(), 9)\n"
-        "ObjectStore(sys.argv[1]).send(pathlib.Path(sys.argv[2]), once)\n"
+        "store = ObjectStore(sys.argv[1])\n"
+        "store.claim()\n"
+        "store.send(pathlib.Path(sys.argv[2]), once)\n"
     )
     died = subprocess.run([sys.executable, "-c", dying, url, half], check=False, env=os.environ)
     assert died.returncode == -9
@@ -118,7 +120,7 @@ def test_an_upload_that_is_killed_half_way_leaves_the_one_before(bucket: s3fs.S3
     assert step_of(elsewhere.to_resume(url)) == 5
     shutil.rmtree(half)
     send(run, 15)  # which sweeps up what broke off
-    assert there(bucket) == {"step-000005", "step-000015", "metrics.jsonl"}
+    assert there(bucket) == {"step-000005", "step-000015", "metrics.jsonl", "owner"}
 
 
 def test_a_bucket_that_vanishes_costs_no_checkpoint_of_the_run(bucket: s3fs.S3FileSystem, tmp_path: Path) -> None:

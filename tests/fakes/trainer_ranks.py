@@ -118,7 +118,7 @@ class Cast:
         if self.no_keeper is not None:
             raise self.no_keeper
 
-    async def newest(self, num_ranks: int, most: int) -> tuple[int, list[tuple[str, int]]]:
+    async def newest(self, num_ranks: int, most: int, life: int) -> tuple[int, list[tuple[str, int]]]:
         number = max((one for one in self.kept if one <= most), default=0)
         return number, [ADDRESS] * num_ranks if number else []
 

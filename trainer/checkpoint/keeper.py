@@ -5,7 +5,8 @@
 
 States are counted. A keeper has room for two of a rank: the newest whole one, and the one that comes in over the older
 one. A rank sends a state only after all ranks' states before it are whole (rank.py), so there is always a number that
-every rank has.
+every rank has. A rank that was given up, since its node was out of reach, may come back when all ranks live anew, and
+send what it had begun to: lives are counted, and of an earlier one nothing is held any more.
 
 Owns: the memory, and the connections, one for each state that goes either way. Does not own what the bytes mean
 (rank_state.py), when they are sent (kept_states.py), or where keepers are (orchestrator/cluster/keepers.py). Needs no
@@ -61,6 +62,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._whole: dict[int, dict[int, memoryview]] = {}
         """Rank -> number -> state."""
+        self._life = 0
         self._accepting = threading.Thread(target=self._accept, daemon=True, name="keeper")
         self._accepting.start()
 
@@ -75,9 +77,10 @@ class Keeper:
         with self._lock:
             return {rank: sorted(states) for rank, states in self._whole.items()}
 
-    def go_back(self, number: int) -> None:
-        """Forget later states: ranks go on from this one."""
+    def go_back(self, number: int, life: int) -> None:
+        """Forget later states: ranks of this life go on from this one."""
         with self._lock:
+            self._life = life
             for states in self._whole.values():
                 for later in [one for one in states if one > number]:
                     del states[later]
@@ -104,7 +107,7 @@ class Keeper:
                 request = json.loads(connection.recv_bytes(_MAX_REQUEST_BYTES))
                 rank, number = int(request["rank"]), int(request["number"])
                 if request["verb"] == "hold":
-                    self._hold(rank, number, int(request["num_bytes"]), sock)
+                    self._hold(rank, number, int(request["num_bytes"]), int(request["life"]), sock)
                     connection.send_bytes(b"held")
                 else:
                     with self._lock:
@@ -114,8 +117,9 @@ class Keeper:
             except (OSError, EOFError, ValueError, LookupError, AuthenticationError) as error:
                 logger.warning("a connection ended early: %s: %s", type(error).__name__, error)
 
-    def _hold(self, rank: int, number: int, num_bytes: int, sock: socket.socket) -> None:
+    def _hold(self, rank: int, number: int, num_bytes: int, life: int, sock: socket.socket) -> None:
         with self._lock:
+            self._refuse_earlier(life)
             whole = self._whole.get(rank, {})
             newest = max((one for one in whole if one < number), default=None)
             self._whole[rank] = {} if newest is None else {newest: whole.pop(newest)}
@@ -123,17 +127,23 @@ class Keeper:
         state = _memory(num_bytes) if free is None else free
         _receive(sock, state)
         with self._lock:
+            self._refuse_earlier(life)
             self._whole[rank][number] = state
 
+    def _refuse_earlier(self, life: int) -> None:
+        if life < self._life:
+            raise ValueError(f"a state of trainer ranks that were given up (life {life}; it is {self._life} now)")
 
-def hold(address: Address, key: bytes, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+
+def hold(address: Address, key: bytes, rank: int, number: int, parts: Sequence[memoryview], life: int) -> None:
     """Let a keeper hold a state of this rank: these bytes, one part after the other. Returns when it is whole there.
 
     Raises:
-        OSError: The keeper is gone, or silent.
+        OSError: The keeper is gone, or silent, or ranks have begun another life.
     """
     num_bytes = sum(part.nbytes for part in parts)
-    with _asking(address, key, verb="hold", rank=rank, number=number, num_bytes=num_bytes) as (connection, sock):
+    request = {"verb": "hold", "rank": rank, "number": number, "num_bytes": num_bytes, "life": life}
+    with _asking(address, key, **request) as (connection, sock):
         for part in parts:
             sock.sendall(part)
         connection.recv_bytes()

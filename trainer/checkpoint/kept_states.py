@@ -37,11 +37,12 @@ class KeptStates:
         self._rank, self._key = rank, key
         self._copies, self._sends = HostCopies(device), BackgroundWrites()
         self._keepers: Sequence[Address] = ()
+        self._life = 0
         self._not_before = 0.0
 
-    def use(self, keepers: Sequence[Address], num_bytes: int) -> None:
-        """Send to these from now on. Copies take so many bytes."""
-        self._keepers = keepers
+    def use(self, keepers: Sequence[Address], num_bytes: int, life: int) -> None:
+        """Send to these from now on, as ranks of this life. Copies take so many bytes."""
+        self._keepers, self._life = keepers, life
         self._sends.begin(partial(self._copies.prepare, num_bytes))
 
     def settle(self) -> None:
@@ -68,4 +69,4 @@ class KeptStates:
         self._not_before = time.monotonic() + _PAUSE * (time.monotonic() - began)
         parts = rank_state_parts(copied, layout, progress)
         for keeper in self._keepers:
-            self._sends.begin(partial(hold, keeper, self._key, self._rank, number, parts))
+            self._sends.begin(partial(hold, keeper, self._key, self._rank, number, parts, self._life))

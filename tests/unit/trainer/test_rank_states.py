@@ -39,7 +39,8 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
             time.sleep(0.01)
 
     keeper, rank = Keeper("127.0.0.1", SYNC_KEY), make_rank()
-    rank.states.keep_states([keeper.address])
+    keeper.go_back(0, life=1)
+    rank.states.keep_states([keeper.address], life=1)
     after = {}
     for number in (1, 2, 3):
         keep_step(rank, number)
@@ -58,7 +59,7 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
 
 def test_a_rank_that_settles_has_sent_its_state_and_drops_what_it_was_asked_for(tmp_path):
     rank, keeper, samples = make_rank(), Keeper("127.0.0.1", SYNC_KEY), make_samples()
-    rank.states.keep_states([keeper.address])
+    rank.states.keep_states([keeper.address], life=0)
     while rank.states.keep(1) is Readiness.later:
         time.sleep(0.01)
     rank.states.begin_checkpoint(tmp_path / "unwritable" / "\0")
@@ -74,7 +75,7 @@ def test_a_rank_that_settles_has_sent_its_state_and_drops_what_it_was_asked_for(
 
 def test_a_rank_whose_keeper_is_gone_says_so_once_and_trains_on(caplog):
     rank, keeper = make_rank(), Keeper("127.0.0.1", SYNC_KEY)
-    rank.states.keep_states([keeper.address])
+    rank.states.keep_states([keeper.address], life=0)
     keeper.close()
     found = []
     while not found or found[-1] is not Readiness.never:
@@ -104,7 +105,7 @@ def test_a_state_is_left_out_while_another_is_sent_and_where_copies_would_take_m
         now[0] += 1.0
 
     monkeypatch.setattr(rank.states._kept._copies, "wait", takes_a_second)
-    rank.states.keep_states([keeper.address])
+    rank.states.keep_states([keeper.address], life=0)
     rank.states._kept._sends.finish()
     assert rank.states.keep(1) is Readiness.now
     now[0] += 20.1
