@@ -360,7 +360,7 @@ def main() -> None:
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(model_of(args)))
         if any(OWN[0] in RUNS.get(row, ()) for row in args.rows):
-            from bench.push import write_checkpoint  # needs what an engine needs
+            from bench.random_checkpoint import write_checkpoint  # needs what an engine needs
 
             write_checkpoint(model, model_of(args))
         for row in args.rows:

@@ -14,11 +14,11 @@ from typing import Any
 from triton import language
 from triton.runtime import interpreter
 
-from cases import change_kernel_cases, expert_kernel_cases, model_kernel_cases
+from cases import change_kernel_cases, expert_kernel_cases, model_kernel_cases, publish_kernel_cases
 
 CASES: dict[str, Callable[[str], None]] = {
     name.removeprefix("case_"): case
-    for module in (change_kernel_cases, expert_kernel_cases, model_kernel_cases)
+    for module in (change_kernel_cases, expert_kernel_cases, model_kernel_cases, publish_kernel_cases)
     for name, case in vars(module).items()
     if name.startswith("case_")
 }

@@ -54,6 +54,19 @@ class Served:
     def choose(self, label: str, value: str) -> None:
         self.page.select_option(f"select[aria-label='{label}']", value)
 
+    def list_samples(self, run: str = "0") -> Page:
+        """Without what another test has chosen."""
+        self.page.reload()
+        self.page.wait_for_selector("body[data-ready]")
+        self.open("samples")
+        self.choose("run", run)
+        self.page.wait_for_selector("#samples tbody tr")
+        return self.page
+
+    def enter(self, label: str, value: str) -> None:
+        self.page.fill(f"input[aria-label='{label}']", value)
+        self.page.press(f"input[aria-label='{label}']", "Enter")
+
 
 def attack_run(root: Path) -> MadeUpRun:
     """One step per attack, as a prompt, as a response's tokens, as turns; and a response of 10 MB."""
@@ -137,8 +150,7 @@ def test_timeline_says_who_waited_for_whom(served: Served) -> None:
     served.open("timeline")
     page, card = served.page, served.page.locator("#step-card")
     expect(card).to_contain_text(f"Step {NUM_STEPS}")
-    page.fill("input[aria-label=step]", "30")
-    page.press("input[aria-label=step]", "Enter")
+    served.enter("step", "30")
     expect(card).to_contain_text("Step 30")
     expect(card).to_contain_text("The trainer waited 3.20 s for rollouts; last came prompt")
     expect(card).to_contain_text("rollout-0 had nothing to sample for")
@@ -188,11 +200,7 @@ def test_samples_are_filtered_and_sorted_like_the_rows_of_the_file(
     served: Served, order: str, narrow: Callable, passes: Callable, key: Callable
 ) -> None:
     """The rows themselves, sorted in Python, are the oracle: equal keys come newest first."""
-    page = served.page
-    page.reload()  # without what another test has chosen
-    page.wait_for_selector("body[data-ready]")
-    served.open("samples")
-    page.wait_for_selector("#samples tbody tr")
+    page = served.list_samples()
     narrow(page)
     served.choose("order", order)
     if order == "highest advantage":
@@ -211,33 +219,23 @@ def test_samples_are_filtered_and_sorted_like_the_rows_of_the_file(
 
 
 def test_steps_and_prompts_narrow_the_list(served: Served) -> None:
-    page, rows = served.page, rows_of(served)
-    page.reload()
-    served.open("samples")
-    page.wait_for_selector("#samples tbody tr")
+    page, rows = served.list_samples(), rows_of(served)
     page.fill("input[aria-label='from step']", "500")
-    page.fill("input[aria-label='to step']", "502")
-    page.press("input[aria-label='to step']", "Enter")
+    served.enter("to step", "502")
     between = [row for row in rows if 500 <= row["step"] <= 502]
     expect(page.locator("#count")).to_have_text(f"{len(between)} of {len(rows)} samples")
-    page.fill("input[aria-label=prompt]", str(between[0]["prompt_id"]))
-    page.press("input[aria-label=prompt]", "Enter")
+    served.enter("prompt", str(between[0]["prompt_id"]))
     same = [row for row in between if row["prompt_id"] == between[0]["prompt_id"]]
     expect(page.locator("#count")).to_have_text(f"{len(same)} of {len(rows)} samples")
-    page.fill("input[aria-label=prompt]", "999999")
-    page.press("input[aria-label=prompt]", "Enter")
+    served.enter("prompt", "999999")
     expect(page.locator("#samples")).to_contain_text("No sample passes these filters.")
 
 
 def test_a_sample_is_shown_token_by_token_and_an_episode_turn_by_turn(served: Served) -> None:
-    page = served.page
-    page.reload()
-    served.open("samples")
-    page.wait_for_selector("#samples tbody tr")
+    page = served.list_samples()
     page.check("input[aria-label=episodes]")
     served.choose("kind", "training")
-    page.fill("input[aria-label='to step']", "999")  # odd steps have tokens of two versions
-    page.press("input[aria-label='to step']", "Enter")
+    served.enter("to step", "999")  # odd steps have tokens of two versions
     expect(page.locator("#samples tbody td >> nth=0")).to_have_text("995")
     number = listed(served)[0]
     page.click("#samples tbody tr >> nth=0")
@@ -273,10 +271,7 @@ def shown(attack: str) -> str:
 
 @pytest.mark.parametrize("number", range(len(ATTACKS)))
 def test_responses_are_text_whatever_they_hold(served: Served, number: int) -> None:
-    page, attack = served.page, ATTACKS[number]
-    page.reload()
-    served.open("samples")
-    served.choose("run", "1")
+    page, attack = served.list_samples("1"), ATTACKS[number]
     served.choose("order", "oldest")
     for kind, sample in (("response", 2 * number), ("episode", 2 * number + 1)):
         page.click(f'#samples tbody tr[data-number="{sample}"]')
@@ -292,10 +287,7 @@ def test_responses_are_text_whatever_they_hold(served: Served, number: int) -> N
 
 
 def test_the_sample_that_was_asked_for_last_is_shown_though_its_answer_came_first(served: Served) -> None:
-    page = served.page
-    page.reload()
-    served.open("samples")
-    served.choose("run", "1")
+    page = served.list_samples("1")
     served.choose("order", "oldest")
     held: list[Route] = []
     is_first = re.compile(r"/runs/1/sample/0\b")
@@ -312,13 +304,8 @@ def test_the_sample_that_was_asked_for_last_is_shown_though_its_answer_came_firs
 
 
 def test_ten_megabytes_are_shown_a_part_at_a_time(served: Served) -> None:
-    page = served.page
-    page.reload()
-    served.open("samples")
-    served.choose("run", "1")
-    page.wait_for_selector("#samples tbody tr")
-    page.fill("input[aria-label=prompt]", "99")
-    page.press("input[aria-label=prompt]", "Enter")
+    page = served.list_samples("1")
+    served.enter("prompt", "99")
     expect(page.locator("#count")).to_contain_text("1 of")
     expect(page.locator("#samples td.preview")).to_have_text("a row of 10.0 MB: open it")
     page.click("#samples tbody tr >> nth=0")
@@ -332,10 +319,7 @@ def test_ten_megabytes_are_shown_a_part_at_a_time(served: Served) -> None:
 
 def test_a_run_that_goes_on_is_followed(served: Served) -> None:
     """What is half-written does no harm; the page asks again every two seconds."""
-    page, run = served.page, served.attacked
-    page.reload()
-    served.open("samples")
-    served.choose("run", "1")
+    page, run = served.list_samples("1"), served.attacked
     count = page.locator("#count")
     expect(count).to_contain_text(" samples")
     before = int(count.inner_text().split()[0])

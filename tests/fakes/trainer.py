@@ -55,6 +55,20 @@ def measured(sums: Mapping[str, float] = MappingProxyType({}), **maxima: float) 
     )
 
 
+def stats(num_tokens: float, k3: float, num_stale: float = 0.0) -> LossStats:
+    """Of tokens in sequences of two, with an entropy of 1.5; stale ones have ten times this k3."""
+    sums = {
+        "policy/num_tokens": num_tokens,
+        "policy/num_sequences": num_tokens / 2,
+        "policy/entropy_sum": 1.5 * num_tokens,
+        "parity/num_tokens": num_tokens - num_stale,
+        "parity/num_tokens_stale": num_stale,
+        "parity/k3_sum": k3 * (num_tokens - num_stale),
+        "parity/k3_sum_stale": 10 * k3 * num_stale,
+    }
+    return measured(sums)
+
+
 def outcome(committed: bool, error: str | None = None) -> ReplicaReport:
     """One replica's part of a publish."""
     return ReplicaReport("tcp://replica", committed, error)

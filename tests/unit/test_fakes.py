@@ -5,12 +5,12 @@ import inspect
 import pytest
 from fakes.loop import FakePrompts, FakeRewards
 from fakes.memory_transport import MemoryTransport
+from fakes.model_engine import ModelEngine
 from fakes.publish import DictSource, PlainEngine
 from fakes.trainer import FakeTrainer
 from fakes.workers import FakeWorker
 from unit.orchestrator.push.test_push_order import NotingEngine, NotingRank
 from unit.rollout.adapters.test_adapter_replica import SeededEngine
-from unit.rollout.test_worker import ModelEngine
 
 from slipstream.fleet.replicas import RolloutHandle
 from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup

@@ -378,11 +378,7 @@ class Pipeline:
             self._slots = None
 
     def _recover_slots(self) -> None:
-        """Try again to close failed writes that an earlier publish could not close.
-
-        Raises:
-            TransportError: One still cannot be closed.
-        """
+        """Try again to close writes that failed in an earlier publish. Raises TransportError if one still is open."""
         for slot, sessions in list(self._quarantined.items()):
             for session in sessions:
                 self._transport.reset(session)

@@ -155,7 +155,7 @@ async def test_a_stream_is_the_whole_answer_in_events(
 @pytest.mark.parametrize(
     ("body", "is_chat", "said"),
     [
-        (b"{", True, "the body is not JSON"),
+        *((body, True, "the body is not JSON") for body in (b"{", b"", b"\xff", b"[" * 100_000)),
         ([1], True, "the body must be a JSON object, got list"),
         ({"messages": []}, True, "messages: must be a non-empty list"),
         ({"messages": ASKED, "model": "gpt"}, True, "model='gpt': this endpoint has one model, \"policy\""),
@@ -251,6 +251,10 @@ def test_a_field_that_would_be_ignored_is_refused_by_its_name() -> None:
             assert refused.value.name == name
     why = {
         "seed": "rollout.sampling.seed is",
+        "stop": "rollout.sampling.stop is for all",
+        "stop_token_ids": "rollout.sampling.stop_token_ids is for all",
+        "top_k": "the model's own distribution",
+        "continue_final_message": "session.complete",
         "guided_json": "constrained decoding",
         "a_later_field": "it would be ign",
     }

@@ -100,12 +100,6 @@ AGENTS = """
                     pass
             await asyncio.sleep(600)
         return 0.5
-
-    def plain(task, session):
-        return 1.0
-
-    async def one_argument(task):
-        return 1.0
 """
 PROMPT = Prompt(3, (1, 5), "begin", {"hints": ["a", "b", "c"]})
 
@@ -384,17 +378,9 @@ async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_o
     assert [len(episode.rollout.turns) for episode in episodes] == [3] * 3
 
 
-@pytest.mark.parametrize(
-    ("agent", "message"),
-    [
-        ("missing", "has no function 'missing'"),
-        ("plain", "must be `async def`"),
-        ("one_argument", r"must take \(task, session\)"),
-    ],
-)
-def test_an_agent_that_cannot_run_is_refused(config: Callable[..., RunConfig], agent: str, message: str) -> None:
-    with pytest.raises(AgentError, match=message):
-        check_agent(config(agent))
+def test_an_agent_that_cannot_run_is_refused(config: Callable[..., RunConfig]) -> None:
+    with pytest.raises(AgentError, match="has no function 'missing'"):
+        check_agent(config("missing"))
 
 
 def test_a_port_that_is_taken_is_refused(config: Callable[..., RunConfig], tmp_path: Path) -> None:

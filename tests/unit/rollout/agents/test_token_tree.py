@@ -103,29 +103,26 @@ def test_a_sampled_text_that_stands_further_on_is_not_the_sampled_turn() -> None
     assert f" four<|eot_id|>{start}user<|end_header_id|>\n\nwhy four<|eot_id|>?<|eot_id|>{start}assist" in talk.text()
 
 
-def test_thinking_that_the_template_removes_begins_a_branch() -> None:
-    talk = Conversation("qwen3")
-    reply, _ = talk.ask([user("one")], "<think>\nhm\n</think>\n\nfirst<|im_end|>")
-    _, reason = talk.ask([user("one"), reply, user("two")], "second<|im_end|>")
-    assert reason == TEMPLATE
-    assert talk.parents == [None, None]
-    assert "hm" not in talk.text(), "the model sees what the template shows, and is trained on that"
+THOUGHT = "<think>\nhm\n</think>\n\nfirst<|im_end|>"
 
 
-def test_thinking_that_the_template_keeps_goes_on() -> None:
-    talk = Conversation("qwen3")
-    reply, _ = talk.ask([user("one")], "<think>\nhm\n</think>\n\ncalling<|im_end|>")
-    _, reason = talk.ask([user("one"), reply, {"role": "tool", "content": "4"}], "second<|im_end|>")
-    assert reason == CONTINUED
-    assert "hm" in talk.text()
-
-
-def test_an_end_that_the_template_writes_in_another_way_begins_a_branch() -> None:
-    talk = Conversation("gpt_oss")
-    reply, _ = talk.ask([user("one")], f"first{SAMPLED_END}")
-    _, reason = talk.ask([user("one"), reply, user("two")], "second<|end|>")
-    assert reason == TEMPLATE
-    assert SAMPLED_END not in talk.text()
+@pytest.mark.parametrize(
+    ("template", "said", "then", "part", "is_kept"),
+    [
+        ("qwen3", THOUGHT, user("two"), "hm", False),
+        ("qwen3", THOUGHT, {"role": "tool", "content": "4"}, "hm", True),
+        ("gpt_oss", f"first{SAMPLED_END}", user("two"), SAMPLED_END, False),
+    ],
+)
+def test_what_the_template_writes_in_another_way_begins_a_branch(
+    template: str, said: str, then: dict[str, Any], part: str, is_kept: bool
+) -> None:
+    """The model sees what the template shows, and is trained on that."""
+    talk = Conversation(template)
+    reply, _ = talk.ask([user("one")], said)
+    _, reason = talk.ask([user("one"), reply, then], "second" + talk.chat.end)
+    assert (reason, talk.parents) == ((CONTINUED, [None, 0]) if is_kept else (TEMPLATE, [None, None]))
+    assert (part in talk.text()) == is_kept
 
 
 def test_a_tool_call_in_the_models_own_spelling_is_kept() -> None:
@@ -170,19 +167,6 @@ def test_edits_forks_tools_and_new_conversations_are_told_apart() -> None:
     assert talk.ask([user("one"), changed, user("two")], "d" + talk.chat.end)[1] == EDITED
     assert talk.ask([user("one"), changed, user("two")], "e" + talk.chat.end)[1] == FORK
     assert talk.ask([user("one"), reply, user("two")], "e" + talk.chat.end, [{"type": "function"}])[1] == TOOLS
-
-
-def test_plain_prompts_go_on_by_text_and_by_tokens() -> None:
-    chat = FakeChatText("llama3")
-    tree = TokenTree(chat)
-    first = tree.plan_text("once upon")
-    tree.record(first, chat.encode(" a time"))
-    second = tree.plan_text("once upon a time there")
-    assert (second.parent, chat.decode(second.token_ids)) == (0, " there")
-    tokens = [*chat.encode("once upon a time"), 77, 78]
-    third = tree.plan_text(tokens)
-    assert (third.parent, third.token_ids, third.num_tokens) == (0, [77, 78], len(tokens))
-    assert tree.plan_text("twice upon").parent is None
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
@@ -331,9 +315,8 @@ def test_a_tokenizer_that_treats_beginnings_in_a_special_way_encodes_behind_the_
         tree.record(tree.plan([user("one")]), sampled, reply)
         planned = tree.plan([user("one"), reply, user("two")])
         assert planned.parent == 0
-        added = (
-            "" if said.endswith(">") else "<|im_end|>"
-        ) + "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+        end = "" if said.endswith(">") else "<|im_end|>"
+        added = f"{end}\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
         assert chat.decode(planned.token_ids).lstrip("\x01") == added
         assert (planned.token_ids[0] == 1) == (is_marked and not added.startswith("<|"))
 

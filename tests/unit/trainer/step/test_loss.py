@@ -68,13 +68,6 @@ def test_trainer_baseline_weighs_by_the_truncated_ratio():
     assert result.sums["policy/ratio_sum"].item() == pytest.approx(5.0)
 
 
-def test_tis_off_leaves_the_plain_policy_gradient():
-    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.none)
-    result, grad = run(algorithm, [-1.0, -3.0], [-2.0, -1.0], [1.0, -1.0])
-    assert grad == pytest.approx([-0.5, 0.5], rel=1e-6)
-    assert result.sums["correction/num_truncated"].item() == 0
-
-
 def test_rollout_baseline_clips_higher_and_lower_on_the_right_side():
     """Ratios and advantages, bounds 0.8 and 1.28; term = min(r A, clip(r) A):
     1.5, +1 -> 1.28 clipped high, no gradient      1.5, -1 -> -1.5 kept, gradient
@@ -340,15 +333,8 @@ def test_sums_do_not_depend_on_the_split_into_microbatches_or_ranks(data):
 
     def part(rows):
         pick = lambda values: [values[row] for row in rows]  # noqa: E731
-        return run(
-            algorithm,
-            pick(logprobs),
-            pick(rollout),
-            pick(advantages),
-            lengths=pick(lengths),
-            staleness=pick(staleness),
-            counts=counts,
-        )
+        given = map(pick, (logprobs, rollout, advantages))
+        return run(algorithm, *given, lengths=pick(lengths), staleness=pick(staleness), counts=counts)
 
     whole = LossAccumulator()
     result, whole_grad = part(range(sum(sizes)))

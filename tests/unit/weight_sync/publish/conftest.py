@@ -1,11 +1,34 @@
 """What tests of publishes share."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from fakes.one_rank_publish import World
 
 from slipstream.weight_sync.publish import slot_turns
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    """Worlds whose publisher has not met anybody yet."""
+    made: list[World] = []
+
+    def make(*args: int, **options: float) -> World:
+        made.append(World(*args, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    """A trainer rank that has met two replicas of two ranks."""
+    world = make_world(2)
+    world.connect()
+    return world
 
 
 @pytest.fixture

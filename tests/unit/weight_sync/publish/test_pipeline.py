@@ -121,8 +121,9 @@ def test_slots_whose_failed_writes_were_closed_at_last_are_packed_again() -> Non
     for replica, last in ((1, -2), (2, -1)):  # fails in the last load but one, in the last
         before = sum((replica, 0) in destinations(packets) for packets in loads[:last])
         world.fabric.inject(world.sessions[replica][0].session, *[Fault()] * before, Fault(refuse=True))
-    assert set(world.run(1).report.errors) == {1, 2}
+    assert set(world.run(1).report.errors) == {1, 2}, "one that has every byte is not blamed for slots nobody needs"
     assert world.transport.num_refused == NUM_SLOTS, "each is lost"
+    assert world.arrived(0, 1)
     world.transport.is_stuck = False
     assert world.run(2).report.errors == {}
     assert all(world.arrived(replica, 2) for replica in range(3))
@@ -157,13 +158,6 @@ def test_the_first_loads_have_few_packets(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(budget, "FIRST_PACKETS", 1)
     world.pipeline.load(world.plan.tasks[0])
     assert [len(packets) for packets in world.pipeline.loads[:2]] == [1, 2]
-
-
-def test_replicas_share_one_packing() -> None:
-    one, three = World(1), World(3)
-    one.run(1)
-    three.run(1)
-    assert three.source.num_reads == one.source.num_reads
 
 
 def test_a_destination_is_written_its_own_packets_of_a_load() -> None:
@@ -377,13 +371,3 @@ def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
     assert all(packed[span.name] <= span.start_s <= span.stop_s for span in writes)
     assert gc.callbacks == callbacks, "a trace leaves nothing behind"
     assert world.run(2).report.spans == []
-
-
-def test_staging_leaves_the_link_with_its_plan_and_with_the_pipeline() -> None:
-    world = World()
-    (first,) = world.transport.registered
-    world.pipeline.load(list(world.plan.tasks[0])[:1])  # another plan, another staging
-    (second,) = world.transport.registered
-    assert second.num_bytes < first.num_bytes
-    world.pipeline.close()
-    assert world.transport.registered == []

@@ -1,6 +1,7 @@
 """Locks: whom a publisher connects to, whom it refuses, and which plan it makes of what they say."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +13,18 @@ from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError
 from slipstream.weight_sync.plan.plan import build_plan
 
 
-def test_publish_needs_connect() -> None:
-    world = World(1)
+def test_publish_needs_connect(make_world: Callable[..., World]) -> None:
+    world = make_world(1)
     for asks in (lambda: world.publisher.publish(0), lambda: world.publisher.reconnect(0, world.endpoints[0].address)):
         with pytest.raises(ProtocolError, match="before connect"):
             asks()
-    world.close()
 
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_plan_made_for_expected_layouts_serves_those_engines_and_no_others(
-    is_right: bool, monkeypatch: pytest.MonkeyPatch
+    is_right: bool, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(2)
+    world = make_world(2)
     plans: list[int] = []
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -33,58 +33,53 @@ def test_a_plan_made_for_expected_layouts_serves_those_engines_and_no_others(
 
     monkeypatch.setattr("slipstream.weight_sync.publish.rank0.build_plan", counted)
     expected = tuple(one.layout for one in (receiver.describe() for receiver in world.engines[0].receivers))
-    try:
-        world.publisher.plan_for([expected] * (2 if is_right else 1))
-        with pytest.raises(ProtocolError, match="before connect"):
-            world.publisher.publish(0)
-        world.connect()
-        assert len(plans) == (1 if is_right else 2)
-        assert committed(world.publisher.publish(0)) == [True, True]
-        assert [engine.wrong_params(0) for engine in world.engines] == [[], []]
-        names = [thread.name for thread in threading.enumerate()]
-        world.connect()  # again, to the same engines
-        assert len(plans) == (1 if is_right else 2)
-        still = [thread.name for thread in threading.enumerate()]
-        assert still.count("weight-sync-control") == names.count("weight-sync-control"), "the first ones are closed"
-        assert committed(world.publisher.publish(1)) == [True, True]
-    finally:
-        world.close()
+    world.publisher.plan_for([expected] * (2 if is_right else 1))
+    with pytest.raises(ProtocolError, match="before connect"):
+        world.publisher.publish(0)
+    world.connect()
+    assert len(plans) == (1 if is_right else 2)
+    assert committed(world.publisher.publish(0)) == [True, True]
+    assert [engine.wrong_params(0) for engine in world.engines] == [[], []]
+    names = [thread.name for thread in threading.enumerate()]
+    world.connect()  # again, to the same engines
+    assert len(plans) == (1 if is_right else 2)
+    still = [thread.name for thread in threading.enumerate()]
+    assert still.count("weight-sync-control") == names.count("weight-sync-control"), "the first ones are closed"
+    assert committed(world.publisher.publish(1)) == [True, True]
 
 
-def test_connect_names_a_replica_that_is_not_there() -> None:
-    world = World(1)
+def test_connect_names_a_replica_that_is_not_there(make_world: Callable[..., World]) -> None:
+    world = make_world(1)
     with pytest.raises(ReplicaError, match=r"tcp://127\.0\.0\.1:9.*gone"):
         world.publisher.connect([world.endpoints[0].address, "tcp://127.0.0.1:9"])
     with pytest.raises(ProtocolError, match="no address"):
         world.publisher.connect(["nonsense"])
-    world.close()
 
 
-def test_connect_refuses_links_that_differ() -> None:
-    world = World(1)
+def test_connect_refuses_links_that_differ(make_world: Callable[..., World]) -> None:
+    world = make_world(1)
     described = world.engines[0].receivers[0].describe
     world.engines[0].receivers[0].describe = lambda: replace(described(), link="tcp")  # type: ignore[method-assign]
     with pytest.raises(LinkMismatch, match=r"receives over tcp.*send over memory"):
         world.connect()
-    world.close()
 
 
 @pytest.mark.parametrize("order", [slice(None, None, -1), slice(1, None)])
-def test_connect_refuses_ranks_that_are_not_described_in_their_order(order: slice) -> None:
+def test_connect_refuses_ranks_that_are_not_described_in_their_order(
+    make_world: Callable[..., World], order: slice
+) -> None:
     """Answers of begin and verify have no ranks' numbers: their place says whose they are."""
-    world = World(1)
+    world = make_world(1)
     engine = world.engines[0]
     engine.receivers = engine.receivers[order]
     with pytest.raises(ProtocolError, match=r"described ranks \[1"):
         world.connect()
-    world.close()
 
 
-def test_connect_refuses_what_cannot_be_planned() -> None:
-    world = World(1)
+def test_connect_refuses_what_cannot_be_planned(make_world: Callable[..., World]) -> None:
+    world = make_world(1)
     layout = world.source.layout()
     world.source.layout = lambda: type(layout)(0, layout.tensors, layout.shards[1:])  # type: ignore[method-assign]
     for _ in range(2):  # there is no plan for these layouts, though they are those of the last try
         with pytest.raises(PlanError):
             world.connect()
-    world.close()

@@ -5,16 +5,15 @@ The ranks are threads, their group a room in which all must make the same calls 
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from fakes.meeting import Room, ThreadMeeting, on_all_ranks
-from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
-from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
+from fakes.meeting import ThreadMeeting
+from fakes.memory_transport import Fault, MemoryTransport
+from fakes.publish import EndpointThread, PlainEngine, committed, engine_layout
+from fakes.several_ranks_publish import NUM_RANKS, World
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import WeightSyncConfig
-from slipstream.weight_sync.disk.kept_source import KeptSource
 from slipstream.weight_sync.errors import (
     LinkMismatch,
     PlanError,
@@ -28,73 +27,12 @@ from slipstream.weight_sync.publish import publisher as module
 from slipstream.weight_sync.publish.collectives import Meeting
 from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.publisher import Publisher
-from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.report import EXCLUDED
 from slipstream.weight_sync.publish.sums import Sums
 from slipstream.weight_sync.publish.transaction import Transaction
 
-T = TypeVar("T")
-NUM_RANKS = 2
 NUM_BYTES = sum((40, 10, 70, 80, 80))
 """Of one engine rank."""
-
-
-class World:
-    """Two trainer ranks that hold different shards, and two replicas of two ranks."""
-
-    def __init__(self, num_replicas: int = 2, zone: int = 0) -> None:
-        self.fabric = MemoryFabric()
-        self.room = Room(NUM_RANKS)
-        self.engines = [
-            PlainEngine([MemoryTransport(self.fabric) for _ in range(2)], landing_bytes=zone)
-            for _ in range(num_replicas)
-        ]
-        self.endpoints = [EndpointThread(engine) for engine in self.engines]
-        self.sources = [DictSource(rank, num_ranks=NUM_RANKS) for rank in range(NUM_RANKS)]
-        self.links = [MemoryTransport(self.fabric) for _ in range(NUM_RANKS)]
-        self.publishers: list[Publisher] = [
-            Publisher(
-                KeptSource(self.sources[rank], 1 << 16, "cpu") if zone else self.sources[rank], self.links[rank],
-                rank=rank, world_size=NUM_RANKS, group=self.room, key=KEY,
-                config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=30.0, delta_bytes=zone),
-            )
-            for rank in range(NUM_RANKS)
-        ]  # fmt: skip
-
-    @property
-    def addresses(self) -> list[str]:
-        return [endpoint.address for endpoint in self.endpoints]
-
-    def connect(self) -> None:
-        self.all(lambda publisher: publisher.connect(self.addresses))
-
-    def all(self, call: Callable[[Publisher], T]) -> list[T]:
-        return on_all_ranks(NUM_RANKS, lambda rank: call(self.publishers[rank]))
-
-    def publish(self, version: int, **options: Any) -> PublishReport:
-        first, *others = self.all(lambda publisher: publisher.publish(version, **options))
-        assert all(report == first for report in others), "the same on every rank"
-        return first
-
-    def raises(self, error: type[Exception], match: str, call: Callable[[Publisher], object]) -> None:
-        """Every rank raises it."""
-
-        def one(publisher: Publisher) -> None:
-            with pytest.raises(error, match=match):
-                call(publisher)
-
-        self.all(one)
-
-    def sessions(self, replica: int) -> list[str]:
-        return sorted(one.describe().binding.session for one in self.engines[replica].receivers)
-
-    def serving(self) -> list[bool]:
-        return [endpoint.endpoint.state.is_serving for endpoint in self.endpoints]
-
-    def close(self) -> None:
-        for publisher in self.publishers:
-            publisher.close()
-        for endpoint in self.endpoints:
-            endpoint.close()
 
 
 @pytest.fixture
@@ -110,10 +48,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     yield one
     for world in made:
         world.close()
-
-
-def committed(report: PublishReport) -> list[bool]:
-    return [replica.committed for replica in report.replicas]
 
 
 def test_every_rank_writes_its_part_and_the_sums_of_all_are_what_is_proven(make) -> None:
@@ -145,6 +79,7 @@ def test_a_link_that_fails_on_any_rank_costs_its_replica_and_is_named(make, brok
     assert f"trainer rank {broken}: TransferFailed" in (report.replicas[1].error or "")
     assert world.engines[0].wrong_params(1) == []
     assert world.engines[1].aborted.is_set() and world.serving() == [True, False]
+    assert world.endpoints[1].endpoint.state.epoch == report.epoch
     for link in world.links:
         assert set(world.sessions(1)) <= set(link.closed), "links to it are closed on every rank"
         assert not set(world.sessions(0)) & set(link.closed)
@@ -234,6 +169,9 @@ def test_what_fails_on_rank_0_alone_is_raised_on_every_rank_and_leaves_nothing_b
         patch.setattr(Transaction, verb, breaks_later if verb == "begin" else breaks)
         world.raises(WeightSyncError, "no socket", lambda publisher: publisher.publish(0))
     assert [source.num_ends for source in world.sources] == [1, 1]
+    world.all(lambda publisher: publisher.disconnect([0, 1]))
+    opened = sorted(world.sessions(0) + world.sessions(1)) if verb == "finish" else []
+    assert [sorted(link.closed) for link in world.links] == [opened] * 2, "a replica that dies now can be let go"
     assert committed(world.publish(1)) == [True, True]
 
 
@@ -242,28 +180,38 @@ def test_a_replica_started_again_is_met_by_rank_0_and_known_to_all(make) -> None
     world.publish(0)
     old = world.sessions(0)
     world.endpoints[0].close()
-    assert committed(world.publish(1)) == [False, True]
+    for version in (1, 2):
+        failed = world.publish(version)
+        assert committed(failed) == [False, True]
     for link in world.links:
-        assert sorted(link.closed) == old
+        assert sorted(link.closed) == old, "once"
     world.engines[0] = PlainEngine([MemoryTransport(world.fabric) for _ in range(2)])
     world.endpoints[0] = EndpointThread(world.engines[0])
+    world.engines[1].calls.clear()
     world.all(lambda publisher: publisher.reconnect(0, world.addresses[0]))
-    report = world.publish(2)
-    assert committed(report) == [True, True]
+    assert world.engines[1].calls == [], "the other one notices nothing"
+    report = world.publish(3)
+    assert committed(report) == [True, True] and report.epoch == failed.epoch + 1
+    assert [engine.wrong_params(3) for engine in world.engines] == [[], []]
     assert report.num_changed_params == 2 * 5, "what the old process held is no measure for the new one"
     assert report.replicas[0].endpoint == world.addresses[0]
     world.endpoints[0].close()
     world.raises(ReplicaError, "gone", lambda publisher: publisher.reconnect(0, "tcp://127.0.0.1:9"))
-    assert committed(world.publish(3)) == [False, True]
+    assert committed(world.publish(4)) == [False, True]
     world.endpoints[0] = EndpointThread(world.engines[0])
+    world.all(lambda publisher: publisher.reconnect(0, world.addresses[0]))
+    assert committed(world.publish(5)) == [True, True]
 
 
 def test_excluded_replicas_are_left_alone_by_every_rank(make) -> None:
     world = make()
     world.publish(0)
     sessions = world.sessions(0)
+    world.engines[0].calls.clear()
     report = world.publish(1, exclude=[0])
     assert committed(report) == [False, True] and report.num_bytes == 2 * NUM_BYTES
+    assert report.replicas[0].error == EXCLUDED and world.engines[0].calls == []
+    assert report.num_changed_params == 2 * 5, "counted over the replica that committed"
     assert world.engines[0].wrong_params(0) == [] and world.engines[1].wrong_params(1) == []
     for link in world.links:
         assert sorted(link.closed) == sessions

@@ -1,88 +1,21 @@
 """A replica that was started again rejoins under the same plan."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from fakes.memory_transport import MemoryFabric, MemoryTransport
-from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, committed, engine_layout
+from fakes.one_rank_publish import World
+from fakes.publish import committed, engine_layout
 
-from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import PlanMismatch, ReplicaError
-from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.replica.messages import Bound, addresses_digest
 from slipstream.weight_sync.replica.recovery import make_offer, pull
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
 from slipstream.weight_sync.typed_msgpack import Sent
 
 
-class World:
-    """One trainer rank and some replicas that can be ended and started again."""
-
-    def __init__(self, num_replicas: int) -> None:
-        self.fabric = MemoryFabric()
-        self.engines = [self.engine() for _ in range(num_replicas)]
-        self.endpoints = [EndpointThread(engine) for engine in self.engines]
-        self.transport = MemoryTransport(self.fabric)
-        self.publisher = Publisher(
-            DictSource(0, num_ranks=1), self.transport, rank=0, world_size=1, group=None,
-            config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0), key=KEY,
-        )  # fmt: skip
-        try:
-            self.publisher.connect([endpoint.address for endpoint in self.endpoints])
-        except BaseException:
-            self.close()
-            raise
-
-    def engine(self) -> PlainEngine:
-        return PlainEngine([MemoryTransport(self.fabric) for _ in range(2)])
-
-    def end(self, replica: int) -> None:
-        self.endpoints[replica].close()
-        for receiver in self.engines[replica].receivers:
-            receiver.transport.close()
-
-    def start(self, replica: int) -> str:
-        self.engines[replica] = self.engine()
-        self.endpoints[replica] = EndpointThread(self.engines[replica])
-        return self.endpoints[replica].address
-
-    def close(self) -> None:
-        self.publisher.close()
-        for endpoint in self.endpoints:
-            endpoint.close()
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
-
-
-def test_a_replica_started_again_rejoins_and_the_other_notices_nothing(worlds: list[World]) -> None:
-    worlds.append(world := World(2))
-    first = world.publisher.publish(0)
-    world.end(0)
-    assert committed(world.publisher.publish(1)) == [False, True]
-    address = world.start(0)
-    world.engines[1].calls.clear()
-    world.publisher.reconnect(0, address)
-    assert world.engines[1].calls == []
-    report = world.publisher.publish(2)
-    assert committed(report) == [True, True]
-    assert [engine.wrong_params(2) for engine in world.engines] == [[], []]
-    assert report.replicas[0].endpoint == address
-    assert report.epoch == first.epoch + 2
-    assert report.num_changed_params == 2 * 5, (
-        "of the other one's two ranks: this one did not commit the version before"
-    )
-
-
-def test_a_replica_started_again_is_never_written_to_where_the_old_one_was(worlds: list[World]) -> None:
+def test_a_replica_started_again_is_never_written_to_where_the_old_one_was(world: World) -> None:
     """Its addresses are its own, also where it answers as if nothing had changed."""
-    worlds.append(world := World(2))
     world.publisher.publish(0)
     old = world.engines[0].receivers[0].describe().binding
     world.end(0)
@@ -105,8 +38,7 @@ def test_a_replica_started_again_is_never_written_to_where_the_old_one_was(world
     assert sorted(known[0]) == sorted(map(addresses_digest, own)), "its own are known, and not said again"
 
 
-def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(worlds: list[World]) -> None:
-    worlds.append(world := World(2))
+def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(world: World) -> None:
     world.publisher.publish(0)
     world.end(0)
     address = world.start(0)
@@ -122,8 +54,7 @@ def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(worlds: list[W
     assert world.engines[0].wrong_params(1) == []
 
 
-def test_a_replica_that_comes_back_at_a_later_epoch_is_led_on_from_there(worlds: list[World]) -> None:
-    worlds.append(world := World(2))
+def test_a_replica_that_comes_back_at_a_later_epoch_is_led_on_from_there(world: World) -> None:
     world.publisher.publish(0)
     world.end(0)
     address = world.start(0)
@@ -133,8 +64,9 @@ def test_a_replica_that_comes_back_at_a_later_epoch_is_led_on_from_there(worlds:
     assert committed(report) == [True, True] and report.epoch == 10
 
 
-def test_epochs_go_on_growing_where_every_replica_is_a_fresh_one(worlds: list[World]) -> None:
-    worlds.append(world := World(1))
+def test_epochs_go_on_growing_where_every_replica_is_a_fresh_one(make_world: Callable[..., World]) -> None:
+    world = make_world(1)
+    world.connect()
     first = world.publisher.publish(0)
     world.end(0)
     world.publisher.connect([world.start(0)])
@@ -142,98 +74,59 @@ def test_epochs_go_on_growing_where_every_replica_is_a_fresh_one(worlds: list[Wo
     assert committed(report) == [True] and report.epoch == first.epoch + 1
 
 
-def test_a_replica_that_comes_back_as_another_one_is_refused_and_gets_nothing(worlds: list[World]) -> None:
-    worlds.append(world := World(2))
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_replica_of_another_layout_is_refused_and_gets_nothing(world: World, number: int) -> None:
+    """One that comes back, and a further one."""
     world.publisher.publish(0)
-    world.end(0)
-    address = world.start(0)
-    described = world.engines[0].receivers[0].describe
-    world.engines[0].receivers[0].describe = lambda: replace(  # type: ignore[method-assign]
-        described(), sent=Sent(replace(engine_layout(0), fills=()))
-    )
-    with pytest.raises(PlanMismatch, match="another layout"):
-        world.publisher.reconnect(0, address)
-    report = world.publisher.publish(1)
-    assert committed(report) == [False, True]
-    assert "another layout" in (report.replicas[0].error or "")
-    assert "begin" not in world.engines[0].calls
-
-
-def test_a_successor_that_is_not_there_is_an_error_and_may_be_tried_again(worlds: list[World]) -> None:
-    worlds.append(world := World(2))
-    world.publisher.publish(0)
-    world.end(0)
-    with pytest.raises(ReplicaError, match="gone"):
-        world.publisher.reconnect(0, "tcp://127.0.0.1:9")
-    assert committed(world.publisher.publish(1)) == [False, True]
-    world.publisher.reconnect(0, world.start(0))
-    assert committed(world.publisher.publish(2)) == [True, True]
-
-
-def test_further_replicas_join_under_the_same_plan_in_any_order(worlds: list[World]) -> None:
-    """Replica 3 is met before replica 2, which keeps its place meanwhile."""
-    worlds.append(world := World(2))
-    first = world.publisher.publish(0)
-    digest = world.engines[0].receivers[0].state.digest
-    world.engines += [world.engine(), world.engine()]
-    world.endpoints += [EndpointThread(engine) for engine in world.engines[2:]]
-    world.engines[0].calls.clear()
-    assert committed(world.publisher.publish(1, exclude=[2, 3])) == [True, True]
-    world.publisher.reconnect(3, world.endpoints[3].address)
-    report = world.publisher.publish(2, exclude=[2])
-    assert committed(report) == [True, True, False, True]
-    assert report.num_bytes == 3 * first.num_bytes // 2
-    world.publisher.reconnect(2, world.endpoints[2].address)
-    report = world.publisher.publish(3)
-    assert committed(report) == [True] * 4
-    assert [engine.wrong_params(3) for engine in world.engines] == [[]] * 4
-    assert report.replicas[2].endpoint == world.endpoints[2].address
-    assert {receiver.state.digest for engine in world.engines for receiver in engine.receivers} == {digest}
-    assert "describe" not in world.engines[0].calls, "the others are not asked"
-
-
-def test_a_further_replica_of_another_layout_is_refused_and_gets_nothing(worlds: list[World]) -> None:
-    worlds.append(world := World(1))
-    world.publisher.publish(0)
-    other = world.engine()
+    address = world.start(number)
+    other = world.engines[number]
     described = other.receivers[0].describe
     other.receivers[0].describe = lambda: replace(  # type: ignore[method-assign]
         described(), sent=Sent(replace(engine_layout(0), fills=()))
     )
-    world.endpoints.append(EndpointThread(other))
     with pytest.raises(PlanMismatch, match="another layout"):
-        world.publisher.reconnect(1, world.endpoints[1].address)
-    assert committed(world.publisher.publish(1)) == [True, False]
+        world.publisher.reconnect(number, address)
+    report = world.publisher.publish(1)
+    assert committed(report) == [one != number for one in range(len(world.engines))]
+    assert "another layout" in (report.replicas[number].error or "")
     assert "begin" not in other.calls
 
 
-def test_disconnect_closes_the_links_of_the_dead_at_once(worlds: list[World]) -> None:
-    worlds.append(world := World(2))
-    world.publisher.publish(0)
-    sessions = sorted(receiver.describe().binding.session for receiver in world.engines[0].receivers)
-    world.publisher.disconnect([0])
-    assert sorted(world.transport.closed) == sessions
-    world.publisher.disconnect([0])
-    assert len(world.transport.closed) == len(sessions), "once"
+def test_further_replicas_join_under_the_same_plan_in_any_order(world: World) -> None:
+    """Replica 3 is met before replica 2, which keeps its place meanwhile."""
+    first = world.publisher.publish(0)
+    digest = world.engines[0].receivers[0].state.digest
+    for number in (2, 3):
+        world.start(number)
+    world.engines[0].calls.clear()
+    assert committed(world.publisher.publish(1, exclude=[2, 3])) == [True, True]
+    world.publisher.reconnect(3, world.addresses[3])
+    report = world.publisher.publish(2, exclude=[2])
+    assert committed(report) == [True, True, False, True]
+    assert report.num_bytes == 3 * first.num_bytes // 2
+    world.publisher.reconnect(2, world.addresses[2])
+    report = world.publisher.publish(3)
+    assert committed(report) == [True] * 4
+    assert [engine.wrong_params(3) for engine in world.engines] == [[]] * 4
+    assert report.replicas[2].endpoint == world.addresses[2]
+    assert {receiver.state.digest for engine in world.engines for receiver in engine.receivers} == {digest}
+    assert "describe" not in world.engines[0].calls, "the others are not asked"
 
 
-def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(worlds: list[World]) -> None:
+def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(make_world: Callable[..., World]) -> None:
     """The first one died in a publish: its replicas are DIRTY. Of the others one is known to be out of service, and one
     is gone without a word; both join later.
     """
-    worlds.append(world := World(4))
+    world = make_world(4)
+    world.connect()
     world.publisher.publish(0)
-    addresses = [endpoint.address for endpoint in world.endpoints]
+    addresses = world.addresses
     for replica in (0, 1):
         world.end(replica)
     for replica in (2, 3):
         world.endpoints[replica].endpoint._state = world.endpoints[replica].endpoint.state.begin(1, 7, "half")
     world.publisher.close()
-    world.transport = MemoryTransport(world.fabric)
-    world.publisher = Publisher(
-        DictSource(0, num_ranks=1), world.transport, rank=0, world_size=1, group=None,
-        config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0), key=KEY,
-    )  # fmt: skip
+    world.new_publisher()
     with pytest.raises(ReplicaError, match="gone"):
         world.publisher.connect(addresses[:2], absent=[])
     with pytest.raises(ReplicaError, match="gone"):
@@ -245,7 +138,7 @@ def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(wo
     for replica in (0, 1):
         world.publisher.reconnect(replica, world.start(replica))
     assert committed(world.publisher.publish(2)) == [True] * 4
-    addresses = [endpoint.address for endpoint in world.endpoints]
+    addresses = world.addresses
     world.publisher.connect([addresses[0], "", addresses[2]], absent=[])
     assert committed(world.publisher.publish(3)) == [True, False, True], "a place that nobody has had yet"
     world.engines[0].calls.clear()

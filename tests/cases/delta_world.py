@@ -1,0 +1,83 @@
+"""A trainer rank that publishes changes to engines that mirror its checkpoint."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from fakes.memory_transport import MemoryFabric, MemoryTransport
+from fakes.publish import EndpointThread
+from fakes.ranked_engine import MirrorEngine
+
+from cases.rank_helpers import SYNC_KEY, count, make_rank, make_samples
+from slipstream.conf.schema import DType, OptimConfig, TrainMode, WeightSyncConfig
+from slipstream.trainer.rank import TrainerRank
+
+ZONE_BYTES = 1 << 16
+
+
+class World:
+    """A trainer rank, and engines to which it publishes."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        num_engines: int = 1,
+        lr: float = 1e-4,
+        zone: int = ZONE_BYTES,
+        mode: TrainMode = TrainMode.lora,
+        **options: int,
+    ) -> None:
+        self.folder = tmp_path
+        self.rank: TrainerRank = make_rank(
+            dtype=DType.bfloat16,
+            mode=mode,
+            optim=OptimConfig(lr=lr),
+            weight_sync=WeightSyncConfig(**{"delta_bytes": ZONE_BYTES, "timeout_s": 5.0, **options}),
+        )
+        self.fabric = MemoryFabric()
+        self.links = [MemoryTransport(self.fabric) for _ in range(num_engines)]
+        metas = self.rank.delivery.source.layout().tensors
+        self.engines = [MirrorEngine(metas, link, zone) for link in self.links]
+        self.endpoints = [EndpointThread(engine, key=SYNC_KEY) for engine in self.engines]
+        addresses = [endpoint.address for endpoint in self.endpoints]
+        self.zone = zone
+        self.whole_bytes = self.rank.delivery.connect(addresses, MemoryTransport(self.fabric))["num_bytes"]
+
+    def add_engines(self, num_engines: int) -> None:
+        """The last one comes first, so that there is room for all of them at once."""
+        metas = self.rank.delivery.source.layout().tensors
+        for _ in range(num_engines):
+            self.engines.append(MirrorEngine(metas, MemoryTransport(self.fabric), self.zone))
+            self.endpoints.append(EndpointThread(self.engines[-1], key=SYNC_KEY))
+        for number in range(len(self.engines))[: -num_engines - 1 : -1]:
+            self.rank.delivery.reconnect(number, self.endpoints[number].address)
+
+    def step(self) -> None:
+        version = self.rank.policy_version
+        samples = make_samples(version=version)
+        self.rank.forward_backward([samples], count(samples, version))
+        assert self.rank.optimizer_step().is_finite
+
+    def publish(self, **options: object):
+        return self.rank.delivery.publish(self.rank.policy_version, **options)
+
+    def all_hold_it(self) -> bool:
+        folder = self.folder / str(self.rank.policy_version)
+        self.rank.states.save_merged(folder)
+        return all(engine.holds(folder) for engine in self.engines)
+
+    def close(self) -> None:
+        self.rank.shutdown()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+def before_writes(world: World, monkeypatch: pytest.MonkeyPatch, note: Callable[[int, Sequence[int]], None]) -> None:
+    """Call this with the engine and the addresses before each write."""
+    real, sessions = MemoryTransport.write, [link.session for link in world.links]
+
+    def write(self, session, sources, places, sizes, **more):
+        note(sessions.index(session), places)
+        real(self, session, sources, places, sizes, **more)
+
+    monkeypatch.setattr(MemoryTransport, "write", write)

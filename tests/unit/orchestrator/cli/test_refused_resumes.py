@@ -1,0 +1,102 @@
+"""A run that cannot be resumed: one clear message and nothing started; and which run has nothing left to do."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
+from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.control.run_state import state_of
+from slipstream.orchestrator.errors import DiskFull, TrainingStopped
+from slipstream.orchestrator.files.run_folder import RunFolder
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    """A run folder with one checkpoint of the quick start's options; returns the checkpoint."""
+    config = load_run_config(["experiment=quickstart"])
+    store = CheckpointStore(tmp_path / "old" / "checkpoints", keep=1, options=fingerprint(config))
+    partial = store.begin(3)
+    (partial / "trainer" / "rank-0.safetensors").write_bytes(bytes(100))
+    return store.finish(partial, RunState(3, 3, {"epoch": 0}, {}, BufferState(3)))
+
+
+def test_run_to_resume_is_damaged(refuse: Refuse, old_run: Path) -> None:
+    (old_run / "trainer" / "rank-0.safetensors").write_bytes(bytes(99) + b"x")
+    message = refuse("run.resume=old")
+    assert "run.resume=old holds no whole checkpoint" in message
+    assert "step-000003 is damaged: trainer/rank-0.safetensors" in message
+    assert "start a new run instead" in message
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}"])
+def test_run_to_resume_has_a_manifest_that_is_none(refuse: Refuse, old_run: Path, manifest: str) -> None:
+    (old_run / "manifest.json").write_text(manifest)
+    assert "step-000003" in refuse("run.resume=old")
+
+
+def test_run_to_resume_had_other_options(refuse: Refuse, old_run: Path) -> None:
+    message = refuse("run.resume=old", "trainer.lora.rank=8")
+    assert "trainer.lora.rank: 16 there, 8 now" in message and "moved" not in message
+
+
+def test_run_to_resume_had_its_data_elsewhere(refuse: Refuse, old_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "answer": "a"}) + "\n")
+    message = refuse("run.resume=old", "data.path=prompts.jsonl")
+    assert "use the same ones to resume; put a file or folder that has moved, or a link to it, where it was" in message
+
+
+def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
+    message = refuse("run.resume=old", "run.num_steps=2")
+    assert "has done 3 steps, and run.num_steps=2: nothing is left to train; raise run.num_steps" in message
+    (old_run.parent.parent / "adapter").mkdir()
+    message = refuse("run.resume=old", "run.num_steps=3")
+    assert "has done 3 steps, and run.num_steps=3: nothing is left to train; raise run.num_steps" in message
+
+
+def test_run_to_resume_has_failed_after_its_last_step(refuse: Refuse, old_run: Path) -> None:
+    run = old_run.parent.parent
+    with pytest.raises(TrainingStopped), alive(run):
+        raise TrainingStopped("the agent failed in every episode")
+    message = refuse("run.resume=old", "run.num_steps=3")
+    assert (
+        "run.num_steps=3: nothing is left to train; raise run.num_steps to go on, or start again with slipstream train"
+        in message
+    )
+    assert state_of(RunFolder(run), 3, 3) == ("failed", "TrainingStopped: the agent failed in every episode")
+
+
+@pytest.mark.parametrize("exported", ["adapter", "merged"])
+def test_a_run_that_exported_what_it_trained_has_nothing_left(exported: str, old_run: Path) -> None:
+    folder = RunFolder(old_run.parent.parent)
+    assert not has_nothing_left(folder, 3) and has_nothing_left(folder, 2)
+    getattr(folder, exported).mkdir()
+    assert has_nothing_left(folder, 3) and not has_nothing_left(folder, 4)
+    shutil.rmtree(folder.checkpoints)
+    assert not has_nothing_left(folder, 0), "no step of it is saved"
+
+
+@pytest.mark.parametrize(
+    ("error", "num_steps", "is_over"),
+    [
+        (TrainingStopped("no reward"), 3, True),
+        (TrainingStopped("no reward"), 4, False),
+        (DiskFull("of the export"), 3, False),
+        (KeyboardInterrupt(), 3, False),
+    ],
+)
+def test_a_run_of_all_steps_is_resumed_for_its_export_alone(
+    error: BaseException, num_steps: int, is_over: bool, old_run: Path
+) -> None:
+    folder = RunFolder(old_run.parent.parent)
+    assert not has_nothing_left(folder, 3), "it was killed"
+    with pytest.raises(type(error)), alive(folder.root):
+        raise error
+    assert has_nothing_left(folder, num_steps) == is_over

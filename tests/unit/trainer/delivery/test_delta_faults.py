@@ -1,0 +1,186 @@
+"""Promises of a publish of changes in which something fails: no version is served with the fault, and the next publish
+sends every byte to whom it concerns.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from cases.delta_world import ZONE_BYTES, World, before_writes
+from fakes.memory_transport import Fault
+from fakes.ranked_engine import REPACKED, MirrorEngine
+
+from slipstream.weight_sync.changes import Landed
+from slipstream.weight_sync.replica import landing
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_link_that_breaks_lets_nobody_take_changes_and_the_next_publish_is_whole(make_world, monkeypatch, is_ahead):
+    """With changes, which an engine need not know of, or with what goes whole afterwards, which leaves it dirty."""
+    world = make_world(delta_bytes=1 << 11, zone=1 << 11)
+    world.publish()
+    world.step()
+    session, receiver = world.links[0].session, world.engines[0].receivers[0]
+
+    def break_it(*_):
+        if receiver.state.is_serving == is_ahead:
+            world.fabric.inject(session, Fault(refuse=True))
+
+    with monkeypatch.context() as patch:
+        before_writes(world, patch, break_it)
+        report = world.publish()
+    assert report.num_committed == 0 and "refused" in report.replicas[0].error
+    assert (receiver.state.is_serving, receiver.state.version) == (is_ahead, not is_ahead)
+    world.fabric.take_back(session)
+    report = world.publish()
+    assert report.num_committed == 1 and world.all_hold_it()
+    assert report.num_bytes == world.whole_bytes
+
+
+IN_STREAM: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "a lost position": lambda _, records: records[0].copy_(records[1]),
+    "a swapped pair": lambda _, records: records[:2].bitwise_xor_((records[0] ^ records[1]) & 0xFFFF),
+    "a value that is rounded otherwise": lambda _, records: records[0].bitwise_xor_(1),
+    "a position out of bounds": lambda _, records: records[0].fill_(4095 << 16),
+    "a record that is not there": lambda table, _: table[1].add_(1),
+}
+
+
+def plant(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Change what a publish says of what landed, or what landed, or what it was computed against."""
+    if fault == "a stale base":  # the engine's memory is not what it says
+        held = world.engines[0].params[0]["model.layers.1.self_attn.k_proj.weight"]
+        held[3, 5] += 1
+        return
+    if fault == "another base":
+        receiver = world.engines[0].receivers[0]
+        receiver._holds = "another version's digest"
+        bases = world.rank.delivery._publisher._bases
+        bases._committed = dict.fromkeys(bases._committed, receiver._holds)
+        begin = receiver.begin
+
+        def begin_and_forget(*args):
+            binding = begin(*args)
+            receiver._base = "what it really held"
+            return binding
+
+        monkeypatch.setattr(receiver, "begin", begin_and_forget)
+        return
+    zone = world.engines[0].receivers[0]._landing
+    apply = zone.apply
+
+    def applied(changes: bytes) -> None:
+        rows = np.frombuffer(changes, "<i8").reshape(-1, 5).copy()
+        row = max(rows.tolist(), key=lambda one: one[4])
+        tiles = -(-row[2] // 8192)
+        table = zone._zone[row[3] // 4 :][: 2 * tiles]
+        records = zone._zone[row[3] // 4 + 2 * tiles :][: row[4]]
+        if fault in IN_STREAM:
+            IN_STREAM[fault](table, records)
+        elif fault == "a row past its parameter":
+            rows[-1, 1] += rows[-1, 2]
+        elif fault == "a row past the zone":
+            rows[-1, 3] = ZONE_BYTES
+        elif fault == "a row that is lost":
+            rows = rows[:-1]
+        apply(rows.tobytes())
+
+    monkeypatch.setattr(zone, "apply", applied)
+
+
+BEFORE_A_WRITE = {
+    "another base": "ProtocolError", "a position out of bounds": "ProtocolError",
+    "a record that is not there": "ProtocolError", "a row past its parameter": "ProtocolError",
+    "a row past the zone": "ProtocolError",
+}  # fmt: skip
+
+
+BY_HASH = {
+    "a stale base": "IntegrityError", "a lost position": "IntegrityError", "a swapped pair": "IntegrityError",
+    "a value that is rounded otherwise": "IntegrityError", "a row that is lost": "IntegrityError",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [*BEFORE_A_WRITE, *BY_HASH])
+def test_each_fault_is_found_before_the_version_is_served_and_mended_by_a_whole_publish(make_world, monkeypatch, fault):
+    world = make_world()
+    world.publish()
+    world.step()
+    before = {name: tensor.clone() for name, tensor in world.engines[0].params[0].items()}
+    with monkeypatch.context() as planted:
+        plant(world, planted, fault)
+        report = world.publish()
+    assert report.num_committed == 0
+    assert (BEFORE_A_WRITE | BY_HASH)[fault] in report.replicas[0].error
+    assert not world.engines[0].receivers[0].state.is_serving
+    if fault in BEFORE_A_WRITE:
+        changes = {n: int((t != before[n]).sum()) for n, t in world.engines[0].params[0].items() if n != REPACKED}
+        assert "model.layers.1.mlp.experts.0.down_proj.weight" in changes
+        assert changes["model.layers.1.mlp.experts.0.down_proj.weight"] == 0, "nothing of the changes was written"
+    report = world.publish()
+    assert report.num_committed == 1 and report.num_bytes == world.whole_bytes
+    assert world.all_hold_it()
+
+
+PUBLISH = "slipstream.weight_sync.publish."
+
+
+@pytest.mark.parametrize(
+    "last",
+    ["lanes.Replay.replay", "transaction.Transaction.begin", "transaction.Transaction.finish", "bases.Bases.end"],
+)
+def test_after_a_publisher_died_at_any_stage_engines_get_every_byte_of_the_next_one(make_world, last):
+    """Before a stream was written, before it asked them to begin, before it asked them to commit, and once all had."""
+    world = make_world()
+    for _ in range(2):
+        world.publish()
+        world.step()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def dies(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(PUBLISH + last, dies)
+        with pytest.raises(KeyboardInterrupt):
+            world.publish()
+    assert world.engines[0].receivers[0].state.is_serving == (last != "transaction.Transaction.finish")
+    report = world.publish()
+    assert report.num_committed == 1 and world.all_hold_it()
+    assert report.num_bytes == world.whole_bytes
+
+
+@pytest.mark.parametrize("stage", ["begin", "verify", "half of the changes", "commit"])
+def test_after_an_engine_failed_at_any_stage_it_gets_every_byte_and_the_other_what_changed(
+    make_world, monkeypatch, stage
+):
+    world = make_world(2)
+    for _ in range(2):
+        world.publish()
+        world.step()
+    first = world.engines[0]
+    with monkeypatch.context() as patch:
+        if stage == "half of the changes":
+            real = landing.apply
+
+            def apply_half(landed: Sequence[Landed]) -> None:
+                real(landed[: len(landed) // 2])
+                raise RuntimeError("the engine died")
+
+            patch.setattr(landing, "apply", lambda landed: apply_half(landed) if owns(first, landed) else real(landed))
+        else:
+            first.fail_on[stage] = RuntimeError("the engine died")
+        report = world.publish()
+    assert [replica.committed for replica in report.replicas] == [False, True]
+    assert not first.receivers[0].state.is_serving or stage == "begin"
+    world.step()
+    report = world.publish()
+    assert report.num_committed == 2 and world.all_hold_it()
+    assert report.num_takers == 1
+    assert world.whole_bytes / 2 < report.num_bytes < world.whole_bytes
+
+
+def owns(engine: MirrorEngine, landed: Sequence[Landed]) -> bool:
+    """Whether streams are for this engine's parameters."""
+    places = {tensor.untyped_storage().data_ptr() for tensor in engine.params[0].values()}
+    return landed[0].values.untyped_storage().data_ptr() in places
