@@ -29,8 +29,8 @@ from slipstream.weight_sync.disk.safetensors_source import NUM_THREADS, Checkpoi
 from slipstream.weight_sync.disk.tensor_source import TensorSource
 from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
+from slipstream.weight_sync.pipeline.packing import MarkingSource
 from slipstream.weight_sync.publish.collectives import Meeting
-from slipstream.weight_sync.publish.packing import MarkingSource
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.source import WeightSource

@@ -10,11 +10,11 @@ from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, 
 from slipstream.weight_sync.errors import TransferTimeout
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES
 from slipstream.weight_sync.layout import Binding, Destination
+from slipstream.weight_sync.pipeline.lanes import PipelineResult
+from slipstream.weight_sync.pipeline.packing import Packet
+from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.plan.budget import sums_bytes
 from slipstream.weight_sync.plan.plan import build_plan
-from slipstream.weight_sync.publish.lanes import PipelineResult
-from slipstream.weight_sync.publish.packing import Packet
-from slipstream.weight_sync.publish.pipeline import Pipeline
 
 NUM_RANKS = 2
 HASH_BYTES = MIN_SCRATCH_BYTES + sums_bytes(0)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from slipstream.weight_sync.disk.safetensors_source import Checkpoint
 from slipstream.weight_sync.disk.tensor_source import TensorSource
 from slipstream.weight_sync.layout import Region
-from slipstream.weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.pipeline.packing import PackedRead
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from slipstream.weight_sync.publish.trace import Tracer
+from slipstream.weight_sync.pipeline.trace import Tracer
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from slipstream.trainer.adapter_io import save_merged
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.weight_sync.layout import Region
-from slipstream.weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.pipeline.packing import PackedRead
 
 pytestmark = pytest.mark.gpu
 

@@ -39,20 +39,20 @@ MODULES: dict[str, tuple[str, ...]] = {
     "weight_sync/plan/proof.py": ("weight_sync/plan",),
     "weight_sync/plan/proof_rows.py": ("weight_sync/plan",),
     "weight_sync/plan/schedule.py": ("weight_sync/plan",),
-    "weight_sync/publish/pipeline.py": (
-        "weight_sync/publish/test_pipeline.py",
-        "weight_sync/publish/test_lanes.py",
-        "weight_sync/publish/test_lane_times.py",
+    "weight_sync/pipeline/pipeline.py": (
+        "weight_sync/pipeline/test_pipeline.py",
+        "weight_sync/pipeline/test_lanes.py",
+        "weight_sync/pipeline/test_lane_times.py",
     ),
-    "weight_sync/publish/lanes.py": (
-        "weight_sync/publish/test_pipeline.py",
-        "weight_sync/publish/test_lanes.py",
-        "weight_sync/publish/test_lane_times.py",
+    "weight_sync/pipeline/lanes.py": (
+        "weight_sync/pipeline/test_pipeline.py",
+        "weight_sync/pipeline/test_lanes.py",
+        "weight_sync/pipeline/test_lane_times.py",
     ),
-    "weight_sync/publish/slot_turns.py": (
-        "weight_sync/publish/test_slot_turns.py",
-        "weight_sync/publish/test_lanes.py",
-        "weight_sync/publish/test_lane_times.py",
+    "weight_sync/pipeline/slot_turns.py": (
+        "weight_sync/pipeline/test_slot_turns.py",
+        "weight_sync/pipeline/test_lanes.py",
+        "weight_sync/pipeline/test_lane_times.py",
     ),
     "weight_sync/publish/transaction.py": ("weight_sync/publish/test_transaction.py",),
     "weight_sync/publish/publisher.py": (

@@ -33,7 +33,7 @@ from slipstream.trainer.parallel import local_address, local_part
 from slipstream.trainer.weights.adapter_names import adapter_tensors, factor_names
 from slipstream.trainer.weights.shards import local_rows
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
-from slipstream.weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
+from slipstream.weight_sync.pipeline.packing import CompiledReads, FillSlot, PackedRead, view_as
 
 _EXPERT_PARTS = (("gate_proj", "gate_up", 0), ("up_proj", "gate_up", 1), ("down_proj", "down", 0))
 """Checkpoint name, stack of trainer/moe/experts.py, and which part of the stack's rows of B it is."""
@@ -182,7 +182,7 @@ class AdapterSource:
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """Join reads that lie at equal distances in a parameter and follow each other in the slot; see
-        weight_sync/publish/packing.py."""
+        weight_sync/pipeline/packing.py."""
         runs = self.joined(reads)
         parameters = list({id(run.parameter): run.parameter for run, _ in runs}.values())
 

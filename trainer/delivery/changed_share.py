@@ -21,8 +21,8 @@ from slipstream.trainer.weights.fused_experts import FusedTensor
 from slipstream.trainer.weights.quantization import BLOCK
 from slipstream.trainer.weights.shards import HeldTensor
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region
+from slipstream.weight_sync.pipeline.packing import CompiledReads, FillSlot, PackedRead
 from slipstream.weight_sync.plan.budget import aligned
-from slipstream.weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead
 
 PLACES, ELEMENTS = 16, 1 << 12
 """Runs of rows, and elements of each."""

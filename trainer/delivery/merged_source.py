@@ -38,7 +38,7 @@ from slipstream.trainer.weights.row_runs import RowRun
 from slipstream.trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
 from slipstream.weight_sync.merging.factors import Merge, factor_tensors
-from slipstream.weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
+from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
 
 K = TypeVar("K")
 
@@ -182,7 +182,7 @@ class TrainerWeightSource:
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """Join reads that follow each other in a parameter's rows and in the slot; one kernel does the joined ones. See
-        weight_sync/publish/packing.py.
+        weight_sync/pipeline/packing.py.
 
         Example: the gate, up, gate, up, ... of 40 experts in an engine's w13 are one run of rows of gate_up_proj, and
         a TP rank's parts of them one run of 80 bands.
@@ -193,7 +193,7 @@ class TrainerWeightSource:
         return lambda slot: compiled(slot, None)
 
     def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
-        """As compile_reads, with marks; see weight_sync/publish/packing.py."""
+        """As compile_reads, with marks; see weight_sync/pipeline/packing.py."""
         return self._compiled(reads, self._marker)
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region
-from slipstream.weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.pipeline.packing import PackedRead
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from slipstream.weight_sync.layout import Region, SourceLayout
 from slipstream.weight_sync.page_lock import host_bytes
+from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, compile_reads
 from slipstream.weight_sync.plan.budget import aligned
-from slipstream.weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, compile_reads
 from slipstream.weight_sync.source import WeightSource
 
 SCRATCH_BYTES = 16 << 20

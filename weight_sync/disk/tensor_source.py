@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.weight_sync.disk.copies import Converted, Copy, Held, compile_copies
 from slipstream.weight_sync.errors import PlanError, WeightSyncError
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, TensorMeta
-from slipstream.weight_sync.publish.packing import CompiledReads, PackedRead, view_as
+from slipstream.weight_sync.pipeline.packing import CompiledReads, PackedRead, view_as
 
 SCRATCH_BYTES = 16 << 20
 """Large enough that casts are few compared with copies: 16 MiB are copied in 0.3 ms."""

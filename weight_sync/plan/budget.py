@@ -46,7 +46,7 @@ class Staging:
     reserved_bytes: int = 0
     """Part of it that is no staging: gathered adapters, merge and hash scratch."""
     has_changes: bool = False
-    """Whether marks and streams of changes take as much as another slot (publish/landings.py)."""
+    """Whether marks and streams of changes take as much as another slot (pipeline/landings.py)."""
 
     @property
     def max_slot_bytes(self) -> int:

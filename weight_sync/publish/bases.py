@@ -18,10 +18,10 @@ from dataclasses import replace
 import numpy as np
 
 from slipstream.weight_sync.layout import Binding, Destination
+from slipstream.weight_sync.pipeline.landings import Landing, part_of_zone
+from slipstream.weight_sync.pipeline.packing import MarkingSource
 from slipstream.weight_sync.plan.columns import Flags
 from slipstream.weight_sync.publish.costs import Costs
-from slipstream.weight_sync.publish.landings import Landing, part_of_zone
-from slipstream.weight_sync.publish.packing import MarkingSource
 from slipstream.weight_sync.replica.landing import held_digest, zone_name
 from slipstream.weight_sync.replica.messages import Expected
 from slipstream.weight_sync.source import WeightSource

@@ -41,15 +41,15 @@ from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import ProtocolError, TransportError
 from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
+from slipstream.weight_sync.pipeline.lanes import RankPublishReport
+from slipstream.weight_sync.pipeline.pipeline import Pipeline
+from slipstream.weight_sync.pipeline.sums import Places, Sums
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
 from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
 from slipstream.weight_sync.publish.bases import Bases
 from slipstream.weight_sync.publish.collectives import Meeting, values
-from slipstream.weight_sync.publish.lanes import RankPublishReport
-from slipstream.weight_sync.publish.pipeline import Pipeline
 from slipstream.weight_sync.publish.rank0 import Agreed, Rank0
 from slipstream.weight_sync.publish.report import PublishReport
-from slipstream.weight_sync.publish.sums import Places, Sums
 from slipstream.weight_sync.publish.transaction import Alive
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.base import Transport

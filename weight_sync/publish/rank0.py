@@ -16,15 +16,15 @@ from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
 from slipstream.weight_sync.merging.factors import is_factor
+from slipstream.weight_sync.pipeline.lanes import RankPublishReport
+from slipstream.weight_sync.pipeline.sums import Places, Sums
+from slipstream.weight_sync.pipeline.trace import write_trace
 from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
 from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
-from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.report import PublishReport
-from slipstream.weight_sync.publish.sums import Places, Sums
-from slipstream.weight_sync.publish.trace import write_trace
 from slipstream.weight_sync.publish.transaction import Alive, Transaction
 from slipstream.weight_sync.replica.clients import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned

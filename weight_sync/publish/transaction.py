@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import Destination
+from slipstream.weight_sync.pipeline.lanes import RankPublishReport
+from slipstream.weight_sync.pipeline.trace import ReplicaTimes, Span
 from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
-from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
-from slipstream.weight_sync.publish.trace import ReplicaTimes, Span
 from slipstream.weight_sync.replica.clients import ReplicaClients
 from slipstream.weight_sync.replica.messages import Committed, Expected, PublishId, ReplicaVerbs
 

@@ -2,7 +2,7 @@
 
 The publisher sends a replica its part of the sums in these columns: without names, and without byte counts if they are
 the planned ones, as they are unless something failed. Owns the columns and their check. Does not own the message that
-carries them (messages.Expected) or the sums that fill them (publish/sums.py).
+carries them (messages.Expected) or the sums that fill them (pipeline/sums.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                      rows, with the commit   -->  check every row, then every stream, then write elements
 
 Owns: the zone, the bounds that a row must keep, and the digest by which both ends name what a rank holds. Does not own:
-the form of streams and the check of their positions (weight_sync/changes.py), the sender's side (publish/landings.py),
+the form of streams and the check of their positions (weight_sync/changes.py), the sender's side (pipeline/landings.py),
 or the proof of what the parameters hold afterwards (receiver.py).
 
 Invariant: no element is written unless all rows of a commit, all counts and all positions are in bounds.

@@ -30,7 +30,7 @@ from slipstream.conf.schema import AlgorithmConfig, Normalization, SyncMode, Tra
 from slipstream.trainer.errors import LayoutError, TrainerError
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.types import Denominators
-from slipstream.weight_sync.publish.packing import Packet
+from slipstream.weight_sync.pipeline.packing import Packet
 
 LAYOUTS = {
     "uneven": [[[0], [3, 1]], [[2], [4]]],

@@ -20,7 +20,7 @@ from slipstream.trainer.lora import Adapted
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
 from slipstream.weight_sync.layout import Region
-from slipstream.weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.pipeline.packing import PackedRead
 
 RANK, SLOT_RANK = LORA.rank, 8
 EXPERTS = 4

@@ -123,12 +123,17 @@ def test_each_fault_is_found_before_the_version_is_served_and_mended_by_a_whole_
     assert world.all_hold_it()
 
 
-PUBLISH = "slipstream.weight_sync.publish."
+WEIGHT_SYNC = "slipstream.weight_sync."
 
 
 @pytest.mark.parametrize(
     "last",
-    ["lanes.Replay.replay", "transaction.Transaction.begin", "transaction.Transaction.finish", "bases.Bases.end"],
+    [
+        "pipeline.lanes.Replay.replay",
+        "publish.transaction.Transaction.begin",
+        "publish.transaction.Transaction.finish",
+        "publish.bases.Bases.end",
+    ],
 )
 def test_after_a_publisher_died_at_any_stage_engines_get_every_byte_of_the_next_one(make_world, last):
     """Before a stream was written, before it asked them to begin, before it asked them to commit, and once all had."""
@@ -141,10 +146,10 @@ def test_after_a_publisher_died_at_any_stage_engines_get_every_byte_of_the_next_
         def dies(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(PUBLISH + last, dies)
+        patch.setattr(WEIGHT_SYNC + last, dies)
         with pytest.raises(KeyboardInterrupt):
             world.publish()
-    assert world.engines[0].receivers[0].state.is_serving == (last != "transaction.Transaction.finish")
+    assert world.engines[0].receivers[0].state.is_serving == (last != "publish.transaction.Transaction.finish")
     report = world.publish()
     assert report.num_committed == 1 and world.all_hold_it()
     assert report.num_bytes == world.whole_bytes

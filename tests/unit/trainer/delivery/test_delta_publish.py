@@ -14,8 +14,8 @@ from fakes.ranked_engine import REPACKED, MirrorEngine
 
 from slipstream.conf.schema import TrainMode
 from slipstream.weight_sync.changes import max_records
-from slipstream.weight_sync.publish.landings import Landing
-from slipstream.weight_sync.publish.staging_slots import Slots
+from slipstream.weight_sync.pipeline.landings import Landing
+from slipstream.weight_sync.pipeline.staging_slots import Slots
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_part_of_a_zone_is_never_left():
 
 
 def test_loads_that_changed_too_much_are_not_marked_for_a_while(make_world, monkeypatch):
-    monkeypatch.setattr("slipstream.weight_sync.publish.landings.SKIPPED", 3)
+    monkeypatch.setattr("slipstream.weight_sync.pipeline.landings.SKIPPED", 3)
     world = make_world(lr=0.05)
     world.publish()
     changes = world.rank.delivery._publisher._pipeline._slots.changes
@@ -162,7 +162,7 @@ def test_loads_that_changed_too_much_are_not_marked_for_a_while(make_world, monk
     fill = changes.fill
     monkeypatch.setattr(changes, "fill", lambda slot, load: (marked.append(load), fill(slot, load)))
     monkeypatch.setattr(
-        "slipstream.weight_sync.publish.landings.max_records", lambda _: -1
+        "slipstream.weight_sync.pipeline.landings.max_records", lambda _: -1
     )  # as if everything had changed
     counts = []
     for _ in range(6):

@@ -11,9 +11,9 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.weight_sync.pipeline.packing import packed_reads
+from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.plan.plan import build_plan
-from slipstream.weight_sync.publish.packing import packed_reads
-from slipstream.weight_sync.publish.pipeline import Pipeline
 
 TWO_LAYERS = {
     **MOE,

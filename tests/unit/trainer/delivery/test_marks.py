@@ -18,7 +18,7 @@ from slipstream.trainer.weights.row_runs import RowRun, Rows
 from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.merging.merge import marker, merger
 from slipstream.weight_sync.merging.merge_operands import MergeOperands
-from slipstream.weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.pipeline.packing import PackedRead
 
 
 def move(rank: TrainerRank, scale: float) -> None:

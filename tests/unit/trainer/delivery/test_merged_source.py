@@ -23,9 +23,9 @@ from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 from slipstream.trainer.weights.shards import gather_lora_a
 from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.merging.rounding import key_of
+from slipstream.weight_sync.pipeline.packing import PackedRead
+from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.plan.plan import build_plan
-from slipstream.weight_sync.publish.packing import PackedRead
-from slipstream.weight_sync.publish.pipeline import Pipeline
 
 
 def load_export(folder: Path) -> dict[str, torch.Tensor]:

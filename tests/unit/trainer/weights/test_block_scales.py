@@ -31,7 +31,7 @@ from slipstream.trainer.weights.quantization import (
 )
 from slipstream.trainer.weights.shards import local_shards
 from slipstream.weight_sync.layout import Region, TensorMeta
-from slipstream.weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.pipeline.packing import PackedRead
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CONFIG: dict[str, Any] = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from slipstream.weight_sync.disk.copies import Columns, Converted, Held, Run, blocks_of, compile_copies, split
 from slipstream.weight_sync.disk.tensor_source import TensorSource
 from slipstream.weight_sync.layout import Region, TensorMeta
-from slipstream.weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.pipeline.packing import PackedRead
 
 
 def values(shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:

@@ -16,8 +16,8 @@ from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME, StoredTens
 from slipstream.weight_sync.disk.safetensors_source import Checkpoint, plan_blocks
 from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.plan.plan import build_plan
-from slipstream.weight_sync.publish.pipeline import Pipeline
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], num_files: int = 2) -> None:

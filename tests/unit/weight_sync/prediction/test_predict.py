@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from slipstream.weight_sync import integrity
 from slipstream.weight_sync.errors import PlanError, WatermarkError
 from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
+from slipstream.weight_sync.pipeline import packing, pipeline
 from slipstream.weight_sync.plan import budget as staging
 from slipstream.weight_sync.plan.budget import Staging
 from slipstream.weight_sync.plan.plan import build_plan
@@ -18,7 +19,6 @@ from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, TaskTabl
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
 from slipstream.weight_sync.prediction.predict import Prediction, apply_passes, load_bytes, predict
-from slipstream.weight_sync.publish import packing, pipeline
 
 PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 SLOW = LinkRates(

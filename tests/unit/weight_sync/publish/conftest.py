@@ -1,12 +1,9 @@
 """What tests of publishes share."""
 
-import logging
 from collections.abc import Callable, Iterator
 
 import pytest
 from fakes.one_rank_publish import World
-
-from slipstream.weight_sync.publish import slot_turns
 
 
 @pytest.fixture
@@ -29,18 +26,3 @@ def world(make_world: Callable[..., World]) -> World:
     world = make_world(2)
     world.connect()
     return world
-
-
-@pytest.fixture
-def impatience(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Filter]:
-    """Packing that waits for a slot for ten seconds waits for ever: here that is an error."""
-
-    class Impatience(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            assert not record.msg.startswith("packing waits"), "nobody gives a slot back"
-            return True
-
-    monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 10.0)
-    slot_turns.logger.addFilter(found := Impatience())
-    yield found
-    slot_turns.logger.removeFilter(found)

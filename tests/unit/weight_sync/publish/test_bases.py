@@ -21,12 +21,12 @@ from slipstream.weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
+from slipstream.weight_sync.pipeline.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
+from slipstream.weight_sync.pipeline.sums import Places, Sums
 from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
 from slipstream.weight_sync.publish.costs import MIN_BYTES, Costs
-from slipstream.weight_sync.publish.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
 from slipstream.weight_sync.publish.rank0 import Rank0
 from slipstream.weight_sync.publish.report import ReplicaReport, joined
-from slipstream.weight_sync.publish.sums import Places, Sums
 from slipstream.weight_sync.replica.landing import held_digest, zone_name
 from slipstream.weight_sync.replica.messages import Expected
 from slipstream.weight_sync.typed_msgpack import Sent

@@ -22,13 +22,13 @@ from slipstream.weight_sync.errors import (
     TransportError,
     WeightSyncError,
 )
+from slipstream.weight_sync.pipeline.lanes import RankPublishReport
+from slipstream.weight_sync.pipeline.sums import Sums
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish import publisher as module
 from slipstream.weight_sync.publish.collectives import Meeting
-from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import EXCLUDED
-from slipstream.weight_sync.publish.sums import Sums
 from slipstream.weight_sync.publish.transaction import Transaction
 
 NUM_BYTES = sum((40, 10, 70, 80, 80))

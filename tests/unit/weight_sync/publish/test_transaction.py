@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from slipstream.weight_sync.errors import ReplicaError, TransferTimeout
+from slipstream.weight_sync.pipeline.lanes import RankPublishReport
+from slipstream.weight_sync.pipeline.trace import Span
 from slipstream.weight_sync.publish import transaction as module
 from slipstream.weight_sync.publish.address_book import AddressBook
-from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.report import EXCLUDED, ReplicaReport
-from slipstream.weight_sync.publish.trace import Span
 from slipstream.weight_sync.publish.transaction import MIN_COMMIT_S, Alive, Transaction
 from slipstream.weight_sync.replica.messages import Begun, Bound, Committed, PublishId, ReplicaVerbs, addresses_digest
 

@@ -22,11 +22,11 @@ from fakes.publish import DictSource, engine_layout
 
 from slipstream.weight_sync.errors import PlanError, TransportError, WatermarkError
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
+from slipstream.weight_sync.pipeline import lanes, pipeline as pipeline_module, slot_turns, staging_slots
+from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.plan import budget
 from slipstream.weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
 from slipstream.weight_sync.plan.plan import build_plan
-from slipstream.weight_sync.publish import lanes, pipeline as pipeline_module, slot_turns, staging_slots
-from slipstream.weight_sync.publish.pipeline import Pipeline
 
 
 def test_every_byte_arrives_and_is_counted_and_hashed() -> None:

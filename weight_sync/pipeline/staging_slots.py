@@ -21,12 +21,12 @@ import torch
 from slipstream.weight_sync.integrity import RangeHashes
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.merging.factors import is_factor
+from slipstream.weight_sync.pipeline.landings import ChangeSlots
+from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads, FillSlot, Packet
+from slipstream.weight_sync.pipeline.sums import Places
+from slipstream.weight_sync.pipeline.trace import Tracer
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
 from slipstream.weight_sync.plan.columns import Flags, Ints
-from slipstream.weight_sync.publish.landings import ChangeSlots
-from slipstream.weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, Packet
-from slipstream.weight_sync.publish.sums import Places
-from slipstream.weight_sync.publish.trace import Tracer
 from slipstream.weight_sync.transport.base import Transport
 
 

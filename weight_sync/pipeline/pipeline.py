@@ -39,12 +39,9 @@ import torch
 from slipstream.weight_sync.errors import PlanError, WatermarkError
 from slipstream.weight_sync.integrity import compile_kernels
 from slipstream.weight_sync.layout import Binding, Destination
-from slipstream.weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
-from slipstream.weight_sync.plan.columns import Flags
-from slipstream.weight_sync.plan.tasks import Task
-from slipstream.weight_sync.publish.landings import Landing
-from slipstream.weight_sync.publish.lanes import PipelineResult, Prepared, Replay
-from slipstream.weight_sync.publish.packing import (
+from slipstream.weight_sync.pipeline.landings import Landing
+from slipstream.weight_sync.pipeline.lanes import PipelineResult, Prepared, Replay
+from slipstream.weight_sync.pipeline.packing import (
     CompiledMarks,
     CompiledReads,
     MarkingSource,
@@ -54,9 +51,12 @@ from slipstream.weight_sync.publish.packing import (
     packed_reads,
     same_bytes,
 )
-from slipstream.weight_sync.publish.staging_slots import Slots
-from slipstream.weight_sync.publish.sums import Places, Sums
-from slipstream.weight_sync.publish.trace import Tracer
+from slipstream.weight_sync.pipeline.staging_slots import Slots
+from slipstream.weight_sync.pipeline.sums import Places, Sums
+from slipstream.weight_sync.pipeline.trace import Tracer
+from slipstream.weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
+from slipstream.weight_sync.plan.columns import Flags
+from slipstream.weight_sync.plan.tasks import Task
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.base import Transport
 

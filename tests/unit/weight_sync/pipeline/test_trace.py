@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.weight_sync.publish.trace import ReplicaTimes, Span, Tracer, write_trace
+from slipstream.weight_sync.pipeline.trace import ReplicaTimes, Span, Tracer, write_trace
 
 CPU = torch.device("cpu")
 

@@ -1,10 +1,10 @@
-"""Promises of weight_sync/publish/sums.py: tables of several ranks add up to what dictionaries would."""
+"""Promises of weight_sync/pipeline/sums.py: tables of several ranks add up to what dictionaries would."""
 
 import numpy as np
 from cases.plan_tables import by_name
 from hypothesis import given, strategies as st
 
-from slipstream.weight_sync.publish.sums import Places, Sums
+from slipstream.weight_sync.pipeline.sums import Places, Sums
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.messages import Expected
 from slipstream.weight_sync.typed_msgpack import pack, unpack

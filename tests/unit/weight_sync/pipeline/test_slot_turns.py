@@ -11,10 +11,10 @@ import pytest
 from cases.pipeline_world import World
 
 from slipstream.weight_sync.errors import TransferTimeout, TransportError
+from slipstream.weight_sync.pipeline import slot_turns
+from slipstream.weight_sync.pipeline.slot_turns import FreeSlots, OnItsWay, SharedLock
+from slipstream.weight_sync.pipeline.staging_slots import Filled
 from slipstream.weight_sync.plan.budget import NUM_SLOTS
-from slipstream.weight_sync.publish import slot_turns
-from slipstream.weight_sync.publish.slot_turns import FreeSlots, OnItsWay, SharedLock
-from slipstream.weight_sync.publish.staging_slots import Filled
 
 
 def test_a_load_is_over_when_its_last_lane_and_not_when_its_first_has_written() -> None:

@@ -18,12 +18,12 @@ from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
 from slipstream.weight_sync.changes import stream_bytes
 from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.pipeline.landings import Landing
+from slipstream.weight_sync.pipeline.lanes import Replay
+from slipstream.weight_sync.pipeline.pipeline import Pipeline
+from slipstream.weight_sync.pipeline.slot_turns import FreeSlots
+from slipstream.weight_sync.pipeline.staging_slots import Batch, Slots
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
-from slipstream.weight_sync.publish.landings import Landing
-from slipstream.weight_sync.publish.lanes import Replay
-from slipstream.weight_sync.publish.pipeline import Pipeline
-from slipstream.weight_sync.publish.slot_turns import FreeSlots
-from slipstream.weight_sync.publish.staging_slots import Batch, Slots
 
 pytestmark = pytest.mark.usefixtures("impatience")
 

@@ -13,8 +13,8 @@ import pytest
 from cases.pipeline_world import World
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
+from slipstream.weight_sync.pipeline import lanes, pipeline, slot_turns
 from slipstream.weight_sync.plan.budget import NUM_SLOTS
-from slipstream.weight_sync.publish import lanes, pipeline, slot_turns
 
 pytestmark = pytest.mark.usefixtures("impatience")
 

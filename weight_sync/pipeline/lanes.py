@@ -26,13 +26,13 @@ from slipstream.conf.failures import undone_by
 from slipstream.weight_sync.changes import stream_bytes
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Binding, Destination
+from slipstream.weight_sync.pipeline.landings import ChangeSlots, Landing
+from slipstream.weight_sync.pipeline.slot_turns import FreeSlots, OnItsWay, SharedLock
+from slipstream.weight_sync.pipeline.staging_slots import Batch, Filled, Load, Slots
+from slipstream.weight_sync.pipeline.sums import Sums
+from slipstream.weight_sync.pipeline.trace import Span, Tracer
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from slipstream.weight_sync.plan.columns import Flags
-from slipstream.weight_sync.publish.landings import ChangeSlots, Landing
-from slipstream.weight_sync.publish.slot_turns import FreeSlots, OnItsWay, SharedLock
-from slipstream.weight_sync.publish.staging_slots import Batch, Filled, Load, Slots
-from slipstream.weight_sync.publish.sums import Sums
-from slipstream.weight_sync.publish.trace import Span, Tracer
 from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from slipstream.weight_sync.changes import ELEMENT_BYTES, STREAM_SHARE, Chunk, Packer, max_records
+from slipstream.weight_sync.pipeline.packing import CompiledMarks, FillSlot, Packet
 from slipstream.weight_sync.plan.budget import NUM_SLOTS
 from slipstream.weight_sync.plan.columns import Flags
-from slipstream.weight_sync.publish.packing import CompiledMarks, FillSlot, Packet
 from slipstream.weight_sync.transport.base import Transport
 
 ALIGNMENT_BYTES = 16

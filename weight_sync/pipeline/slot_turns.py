@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from slipstream.conf.failures import undone_by
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Destination
+from slipstream.weight_sync.pipeline.staging_slots import Filled
 from slipstream.weight_sync.plan.budget import NUM_SLOTS
-from slipstream.weight_sync.publish.staging_slots import Filled
 
 logger = logging.getLogger(__name__)
 
