@@ -27,11 +27,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from slipstream.conf.checks import check_all
+from slipstream.conf.checks.ignored import check_no_override_is_ignored
+from slipstream.conf.checks.sections import check_all
 from slipstream.conf.earlier import carried_over, explain
 from slipstream.conf.elsewhere import CHOICES, counterpart
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.ignored import check_no_override_is_ignored
 from slipstream.conf.json_files import HfConfig, is_list, is_object
 from slipstream.conf.options import (
     CONF_DIR,

@@ -1,6 +1,6 @@
 """Metadata of a field: in which runs the option is read. Who types an option that his run does not read is told so.
 
-Owns: how that is written. Does not own: how it is evaluated and said (conf/ignored.py).
+Owns: how that is written. Does not own: how it is evaluated and said (conf/checks/ignored.py).
 """
 
 from typing import NamedTuple

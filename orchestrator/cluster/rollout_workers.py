@@ -18,10 +18,10 @@ from pathlib import Path
 from ray.util.placement_group import PlacementGroup
 
 from slipstream.conf.architecture.families import read_config
+from slipstream.conf.checks.model import packing_of
 from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.failures import undone_by
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.model_checks import packing_of
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, MergeRounding, RemoteMerge, RunConfig, SyncMode
 from slipstream.fleet.waiting import all_started

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
+from slipstream.conf.checks.sections import check_expert_parallel_engine_has_gpus, check_transport_fits_device
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, DType, Objective, RemoteMerge, RolloutConfig, RunConfig, TransportKind

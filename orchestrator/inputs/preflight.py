@@ -3,7 +3,7 @@
     RunConfig --one function per subject--> a Fact each, or a problem each --> PreflightReport, or one PreflightError
 
 Owns: checks of packages, model, adapter, tokenizer and run folder, and the order of all checks. Does not own: rules
-between options (conf/checks.py), rows of data files (prompt_rows.py), rewards, agents and other code that is given
+between options (conf/checks/), rows of data files (prompt_rows.py), rewards, agents and other code that is given
 (given_code.py), the machine (machine_checks.py).
 Invariant: nothing is written but what `datasets` downloads into its cache, and neither torch nor Ray is loaded. It
 takes seconds, unless data is downloaded, or a large checkpoint is to be resumed, which is read whole. Every problem is
@@ -20,11 +20,11 @@ from pathlib import Path
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.checks.model import check_architecture, check_packed_base_reaches_engines
+from slipstream.conf.checks.publish import check_base_is_on_disk
 from slipstream.conf.errors import ConfigError, SlipstreamError
-from slipstream.conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from slipstream.conf.options import did_you_mean
 from slipstream.conf.plural import counted
-from slipstream.conf.publish_checks import check_base_is_on_disk
 from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.journal import waits_for
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore

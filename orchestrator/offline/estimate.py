@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.checks.model import check_architecture, packing_of
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
-from slipstream.conf.model_checks import check_architecture, packing_of
 from slipstream.conf.schema import Device, Objective, Relay, RemoteMerge, RunConfig, SyncMode, TrainMode
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice

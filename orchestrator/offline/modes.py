@@ -6,10 +6,10 @@ Owns: that comparison. Does not own: the predicted publish, or how an engine kee
 from dataclasses import dataclass, replace
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.checks import check_adapter_mode_has_an_adapter
+from slipstream.conf.checks.model import check_architecture
+from slipstream.conf.checks.sections import check_adapter_mode_has_an_adapter
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
-from slipstream.conf.model_checks import check_architecture
 from slipstream.conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode
 from slipstream.orchestrator.offline.hardware import Hardware
 from slipstream.rollout.layouts.offline_slots import offline_slot

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.conf.architecture.families import read_config
+from slipstream.conf.checks.tensor_parallel import check_tp_size_fits_model
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType
-from slipstream.conf.tensor_parallel import check_tp_size_fits_model
 from slipstream.orchestrator.inputs.model_files import read_hf_config
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, engine_version, offline_layouts

@@ -26,10 +26,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.conf.checks.tensor_parallel import check_tp_size_fits_model
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.failures import in_daemon_thread, in_words, undone_by
 from slipstream.conf.schema import Device, DType
-from slipstream.conf.tensor_parallel import check_tp_size_fits_model
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.inputs.model_files import read_hf_config
 from slipstream.orchestrator.machine import HERE, Machine

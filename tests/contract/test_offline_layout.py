@@ -23,8 +23,8 @@ from fakes.checkpoints import CONFIGS, FOR_GPUS
 from fakes.vllm_oracle import engine_of
 
 from slipstream.conf.architecture.families import read_config
+from slipstream.conf.checks.tensor_parallel import tp_problem
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from slipstream.conf.tensor_parallel import tp_problem
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint
 from slipstream.orchestrator.offline.record import layouts_digest, record
 from slipstream.rollout.engine.engine_options import engine_arguments

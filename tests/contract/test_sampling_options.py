@@ -6,7 +6,7 @@ With z the logits, T the temperature, and S the tokens that top_k and top_p leav
     engine    log mu(a) = log softmax(z / T)[a] - log sum over b in S of softmax(z / T)[b]
     trainer   log pi(a) = log softmax(z / T)[a]
 
-They are equal with all tokens in S. conf/checks.py refuses the rest for training.
+They are equal with all tokens in S. conf/checks/sections.py refuses the rest for training.
 """
 
 from collections.abc import AsyncIterator, Sequence

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.conf.architecture.activation import SWIGLU
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.model_checks import BITWISE_HEAD_DIMS
+from slipstream.conf.checks.model import BITWISE_HEAD_DIMS
 from slipstream.conf.schema import CombineMode
 from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
 from slipstream.trainer.kernels.dense_activation import silu_product

@@ -5,7 +5,7 @@
 
 The layers' own lists of operations are walked, whose order is that of vLLM's Qwen3 and Qwen3-MoE models; values are the
 engine's bit by bit (docs/parity.md). Gradients are those of the trainer's own kernels. Models with latent attention,
-sinks, windows or shared experts are refused before (conf.model_checks).
+sinks, windows or shared experts are refused before (conf.checks.model).
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ class EngineForward(Forward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotForward(EngineForward):
-    """See the module's docstring. Such an engine has one rank (conf.checks)."""
+    """See the module's docstring. Such an engine has one rank (conf.checks.sections)."""
 
     adapters: VllmAdapters
     slots: PublishedAdapters

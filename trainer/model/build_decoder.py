@@ -1,6 +1,6 @@
 """From a ModelSpec to a decoder on its device: built on meta, marked trainable, sharded, then allocated.
 
-Does not own values: `trainer.weights.loading` fills them; nor which options fit a model (conf/model_checks.py).
+Does not own values: `trainer.weights.loading` fills them; nor which options fit a model (conf/checks/model.py).
 """
 
 import torch

@@ -7,8 +7,8 @@ import pytest
 
 from bench import families
 from slipstream.conf.architecture.families import kind_of, read_config
+from slipstream.conf.checks.model import check_architecture
 from slipstream.conf.load import load_run_config
-from slipstream.conf.model_checks import check_architecture
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 
 WORDS = {

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.conf.errors import ConfigError
-from slipstream.conf.load import load_run_config
-from slipstream.conf.model_checks import (
+from slipstream.conf.checks.model import (
     check_engine_forward_knows_the_model,
     check_ep_size_fits_experts,
     check_head_dim_on_cpu,
@@ -17,6 +15,8 @@ from slipstream.conf.model_checks import (
     check_slots_have_names,
     packing_of,
 )
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunConfig
 
 Check = Callable[[RunConfig, Mapping[str, Any]], None]

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.conf.checks.tensor_parallel import check_tp_size_fits_model, num_kv_heads_of
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
-from slipstream.conf.tensor_parallel import check_tp_size_fits_model, num_kv_heads_of
 
 GQA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 12, "hidden_size": 384}
 MOE: dict[str, Any] = {**GQA, "model_type": "qwen3_moe", "num_experts": 8}

@@ -13,9 +13,9 @@ from cases.tiny_configs import GPT_OSS
 from safetensors.numpy import save_file
 
 from slipstream.conf.architecture.families import read_config
+from slipstream.conf.checks.model import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
-from slipstream.conf.model_checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
 from slipstream.conf.schema import Device, Init, WeightSyncConfig
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from slipstream.conf.architecture.families import read_config
+from slipstream.conf.checks.model import check_engine_takes_merged_weights
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
-from slipstream.conf.model_checks import check_engine_takes_merged_weights
 from slipstream.conf.schema import DType, LoraConfig, RolloutConfig, SamplingConfig
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config

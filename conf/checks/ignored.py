@@ -1,8 +1,8 @@
 """Refuses an option that the user typed and that has no effect in his run. Presets may set what a run does not use.
 
 Owns: what is said, and reasons about many options at once. Does not own: when an option is read, which its field says
-(conf/schema/read_if.py), or options that contradict each other (conf/checks.py). Pure: it sees a RunConfig, the names
-that a user typed, and config.json; while that is not read yet, nothing is said of an architecture.
+(conf/schema/read_if.py), or options that contradict each other (sections.py). Pure: it sees a RunConfig, the names that
+a user typed, and config.json; while that is not read yet, nothing is said of an architecture.
 """
 
 import functools
@@ -14,12 +14,12 @@ from typing import get_type_hints
 
 from slipstream.conf.architecture.families import kind_of
 from slipstream.conf.architecture.spelling import check_spelling
+from slipstream.conf.checks.tensor_parallel import num_experts_of
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.options import options_by_name, show
 from slipstream.conf.schema import AlgorithmConfig, Objective, RewardPart, RunConfig
 from slipstream.conf.schema.read_if import READ_IF, REMOVE_ONE, If
-from slipstream.conf.tensor_parallel import num_experts_of
 
 READ_BY_POLICY_ALONE = (
     *("rollout.", "weight_sync.", "parity.", "reward", "reward.", "data.max_prompt_tokens"),

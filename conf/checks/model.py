@@ -1,13 +1,22 @@
 """Rules between a run's options and the config.json of its model: one function per rule, each raises one ConfigError.
 
-Pure: config.json is passed in. `conf.checks.check_all` calls `check_architecture` for a model whose config is among the
+Pure: config.json is passed in. `sections.check_all` calls `check_architecture` for a model whose config is among the
 options; orchestrator/inputs/preflight.py calls it for a model on disk, once the device is known.
 """
 
 from slipstream.conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of, read_config
+from slipstream.conf.checks.publish import check_changes_can_be_sent, check_engines_can_merge
+from slipstream.conf.checks.tensor_parallel import (
+    check_tp_size_fits_model,
+    fp8_skipped,
+    has_dense_layers,
+    has_shared_experts,
+    head_dim_of,
+    num_experts_of,
+    one_of,
+)
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonMapping
-from slipstream.conf.publish_checks import check_changes_can_be_sent, check_engines_can_merge
 from slipstream.conf.schema import (
     MAX_EXPERT_RANK,
     Device,
@@ -20,15 +29,6 @@ from slipstream.conf.schema import (
     TrainMode,
 )
 from slipstream.conf.schema.rules import divisors
-from slipstream.conf.tensor_parallel import (
-    check_tp_size_fits_model,
-    fp8_skipped,
-    has_dense_layers,
-    has_shared_experts,
-    head_dim_of,
-    num_experts_of,
-    one_of,
-)
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""

@@ -1,14 +1,14 @@
 """Checks of ways to publish less than all weights, against the model and the other sections.
 
-Owns: those of weight_sync.delta_bytes and weight_sync.remote_merge. Called by model_checks.py; `check_base_is_on_disk`
+Owns: those of weight_sync.delta_bytes and weight_sync.remote_merge. Called by model.py; `check_base_is_on_disk`
 by orchestrator/inputs/preflight.py, because a plan needs no weights.
 """
 
 from slipstream.conf.architecture.families import kind_of, read_config
+from slipstream.conf.checks.tensor_parallel import fp8_skipped
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.schema import Device, DType, EngineFormat, Init, RemoteMerge, RunConfig, SyncMode, TrainMode
-from slipstream.conf.tensor_parallel import fp8_skipped
 
 
 def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:

@@ -1,12 +1,12 @@
 """Rules between options of several sections: one function per rule, each raises one ConfigError.
 
-Rules of one section are in conf/schema/, rules between options and the model's config.json in conf/model_checks.py,
-options that have no effect because of others in conf/ignored.py. Everything here is pure: it sees a RunConfig and no
-machine, no file. orchestrator/inputs/preflight.py checks what needs a machine or a file.
+Rules of one section are in conf/schema/, rules between options and the model's config.json in model.py, options that
+have no effect because of others in ignored.py. Everything here is pure: it sees a RunConfig and no machine, no file.
+orchestrator/inputs/preflight.py checks what needs a machine or a file.
 """
 
+from slipstream.conf.checks.model import check_architecture
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.model_checks import check_architecture
 from slipstream.conf.schema import (
     ENGINE_LORA_RANKS,
     SHIPPED_ADVANTAGES,
