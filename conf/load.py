@@ -3,7 +3,7 @@
     overrides --read--> (option, value) --Hydra--> DictConfig --to_object--> RunConfig --checks--> RunConfig
         |                    |                        |                         |            |
         '-- not NAME=VALUE   '-- unknown option,      '-- a YAML file is        '-- one      '-- options that contradict
-                                 choice, wrong type       wrong                     section      (checks.py), or have no
+                                 choice, wrong type       wrong                     section      (checks/), or have no
                                                                                                  effect (ignored.py)
 
 Every arrow can refuse, always with a ConfigError that says which option, what was given, what is allowed and what to

@@ -277,19 +277,3 @@ def test_an_unknown_role_is_refused_unless_the_template_names_it(tmp_path: Path,
             continue
         with pytest.raises(DataError, match=rf"rows\.jsonl:1: message 1 has the role '{role}', which .* does not name"):
             read(folder, row, DataConfig())
-
-
-@pytest.mark.parametrize("name", SPECIALS)
-def test_turns_in_a_row_and_prompts_that_end_with_an_answer_are_refused(tmp_path: Path, name: str) -> None:
-    folder = saved(tmp_path, name)
-    for row in (
-        {"prompt": [USER, USER]},
-        {"messages": [USER, USER, ANSWER]},
-        {"prompt": [USER, USER], "chosen": [ANSWER], "rejected": "Rain."},
-    ):
-        with pytest.raises(DataError, match=r"rows\.jsonl:1: messages 1 and 2 are both of 'user'"):
-            read(folder, row, DataConfig())
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: messages 2 and 3 are both of 'assistant'"):
-        read(folder, {"messages": [USER, ANSWER, ANSWER]}, DataConfig())
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: message 2, the last of the prompt, is of 'assistant'"):
-        read(folder, {"prompt": [USER, ANSWER]}, DataConfig())

@@ -6,10 +6,10 @@ Supervisor and relay are the product's own; workers and the trainer's publish ar
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes.clock import on_jumping_clock
+from fakes.fleet import until
 from fakes.trainer import outcome, publish_report
 from fakes.workers import FakeWorker, an_offer
 from fakes.world import World
@@ -114,14 +114,6 @@ class Cast:
 
     def pulls(self) -> list[int]:
         return [entry[1] for entry in self.world.diary if entry[0] == "pull"]
-
-
-async def until(condition: Any) -> None:
-    for _ in range(5000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it did not come to that")
 
 
 @on_jumping_clock

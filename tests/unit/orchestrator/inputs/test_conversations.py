@@ -72,15 +72,6 @@ def test_the_run_judges_the_tokens_of_every_sequence(folder):
     assert judged == [("row 1", one.token_ids) for one in reader.read(row, 0).sequences] and judged
 
 
-def test_content_in_parts_is_taught_as_its_text(folder):
-    turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in TURNS]
-    in_parts, as_text = _read(
-        folder, [{"messages": turns}, {"messages": [{"role": role, "content": text} for role, text in TURNS]}]
-    )
-    assert in_parts == as_text
-    assert _taught_text(folder, in_parts) == "4<eos>"
-
-
 def test_a_plain_row_teaches_the_response_and_the_end(folder):
     (conversation,) = _read(folder, [{"prompt": "6d8=", "response": "d"}])
     assert _taught_text(folder, conversation) == "d<eos>"
@@ -98,10 +89,11 @@ ASKED, SAID = ({"role": role, "content": text} for role, text in TURNS)
         {"prompt": "2+2?", "completion": [SAID]},
         {"prompt": [ASKED], "completion": "4"},
         {"prompt": [ASKED], "answer": 4},
+        {"messages": [{**ASKED, "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}, SAID]},
     ],
 )
-def test_a_prompt_and_a_completion_of_messages_are_a_conversation(folder, row):
-    """TRL's conversational prompt-completion format."""
+def test_every_form_of_messages_is_the_same_conversation(folder, row):
+    """TRL's prompt-completion format, and content in parts."""
     assert _read(folder, [row]) == _read(folder, [{"messages": [ASKED, SAID]}])
 
 
@@ -114,20 +106,15 @@ def test_of_a_completion_alone_the_turns_are_taught(folder):
     assert conversation.token_ids == whole.token_ids
 
 
-def test_a_completion_that_is_text_is_as_a_response(folder):
-    assert _read(folder, [{"prompt": "6d8=", "completion": "d"}]) == _read(
-        folder, [{"prompt": "6d8=", "response": "d"}]
-    )
-
-
-def test_text_that_was_rendered_before_is_taught_as_the_plain_one(folder):
+def test_text_that_was_rendered_before_and_a_completion_are_taught_as_a_plain_response(folder):
     rows = [
         {"prompt": "6d8=", "response": "d"},
         {"prompt": "<bos>6d8=", "response": "d<eos>"},
         {"prompt": "6d8=", "response": "d<eos>\n"},
+        {"prompt": "6d8=", "completion": "d"},
     ]
-    plain, *rendered = _read(folder, rows)
-    assert rendered == [plain, plain]
+    plain, *others = _read(folder, rows)
+    assert others == [plain] * 3
 
 
 def test_an_answer_whose_first_token_begins_in_the_prompt_is_taught_whole(folder):
@@ -169,6 +156,7 @@ def test_the_sample_predicts_each_taught_token(folder):
         ({"prompt": "2+2?", "response": " "}, "column 'response' .* is empty"),
         ({"prompt": [ASKED, SAID], "completion": [SAID]}, "messages 2 and 3 are both of 'assistant'"),
         ({"prompt": [ASKED]}, r"column 'response' \(data.columns.response\)"),
+        ({"messages": [ASKED, ASKED, SAID]}, "messages 1 and 2 are both of 'user'"),
         ({"messages": []}, "non-empty list"),
         ({"messages": [{"role": "user"}]}, r"column 'messages': content of message 1 \(user\) must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only parts of type text"),

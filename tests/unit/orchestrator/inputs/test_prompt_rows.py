@@ -280,6 +280,7 @@ ALTERNATES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system
     ("roles", "refusal"),
     [
         (["user", "user"], "messages 1 and 2 are both of 'user'"),
+        (["user", "assistant"], "message 2, the last of the prompt, is of 'assistant'"),
         (["human"], "message 1 has the role 'human', which the model's chat template does not name"),
         (["system", "user"], "the tokenizer's chat template refuses the messages: no system"),
     ],

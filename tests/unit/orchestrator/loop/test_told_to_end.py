@@ -1,11 +1,11 @@
 """Locks: a run that is told to end (Ctrl-C, SIGTERM) ends the step under way and saves what it has."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes.fleet import until
 from fakes.loop import Loop, Unpublished, make_config
 
 from slipstream.conf.schema import RunConfig
@@ -21,12 +21,6 @@ async def end(running: asyncio.Task[object]) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():
-            await asyncio.sleep(0)
 
 
 async def test_while_it_waits_for_a_batch_it_is_saved_as_it_is(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """An engine rank's proof: what it accepts, what it names, and when it serves."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -56,11 +57,18 @@ def swap_experts(rank: Rank) -> None:
     rank.params["w13"].copy_(rank.params["w13"].flip(0).clone())
 
 
-@pytest.mark.parametrize(("damage", "param"), [(flip_a_bit, "w13"), (shift_by_an_element, "qk"), (swap_experts, "w13")])
+@pytest.mark.parametrize(
+    ("damage", "param"),
+    [
+        (flip_a_bit, "w13 (from layers"),
+        (shift_by_an_element, "qk (from layers.0.q.weight and 1 more)"),
+        (swap_experts, "w13 (from layers"),
+    ],
+)
 def test_wrong_bytes_are_named_and_not_served(rank: Rank, damage: Callable[[Rank], None], param: str) -> None:
     rank.begin(4)
     damage(rank)
-    with pytest.raises(IntegrityError, match=rf"1 of 5 parameters .* {param} \(from layers"):
+    with pytest.raises(IntegrityError, match=rf"1 of 5 parameters .* {re.escape(param)}"):
         rank.verify(4)
     with pytest.raises(ProtocolError, match="needs phase verified"):
         rank.receiver.commit(4, 1)
@@ -297,13 +305,3 @@ def test_a_derived_parameter_may_lie_in_any_way(rank: Rank) -> None:
     del held["absorbed"]
     with pytest.raises(ProtocolError, match="absorbed, which the engine does not have"):
         Receiver(held, replace(layout, params=params), transport, repack=lambda *_: None)
-
-
-def test_a_wrong_parameter_is_shown_with_what_it_is_made_of(rank: Rank) -> None:
-    rank.begin(4)
-    for name in ("qk", "norm"):
-        rank.params[name][0] += 1
-    with pytest.raises(IntegrityError) as error:
-        rank.verify(4)
-    assert "qk (from layers.0.q.weight and 1 more) hash" in str(error.value)
-    assert "norm (from norm.weight) hash" in str(error.value)
