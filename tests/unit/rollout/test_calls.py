@@ -214,12 +214,6 @@ async def test_what_a_verb_has_defaults_for_may_be_left_out_or_named(worker: Wor
     assert worker.asked == [(*given, 2, None, None), (*given, 3, None, 4), (*given, 1, sampling, None)]
 
 
-async def test_numbers_of_numpy_arrive_as_numbers(worker: Worker, client: WorkerClient) -> None:
-    ids, logprobs, versions = np.array([5], np.int32), np.array([-0.5], np.float32), np.array([1 << 40])
-    worker.sampled = [Rollout(list(ids), list(logprobs), list(versions), "a", "stop")]  # pyright: ignore[reportArgumentType]
-    assert await ask(client) == [Rollout([5], [-0.5], [1 << 40], "a", "stop")]
-
-
 async def test_no_socket_drops_or_keeps_messages_and_silence_is_noticed(
     client: WorkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,12 +226,6 @@ async def test_no_socket_drops_or_keeps_messages_and_silence_is_noticed(
     server.close()
     in_ms = [client.connection._socket.getsockopt(option) for option in (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT)]
     assert in_ms == [1000 * HEARTBEAT_S, 1000 * SILENCE_S] and HEARTBEAT_S < SILENCE_S
-
-
-async def test_a_message_longer_than_a_frame_arrives(worker: Worker, client: WorkerClient) -> None:
-    num = 100_000
-    worker.sampled = [Rollout(list(range(num)), [-0.5] * num, [1] * num, "x" * num, "length")]
-    assert await ask(client) == worker.sampled
 
 
 @pytest.mark.parametrize(
@@ -320,14 +308,6 @@ async def test_a_killed_process_fails_its_requests() -> None:
     process.join()
 
 
-async def test_a_client_with_another_key_is_not_answered(worker: Worker, server: CallServer) -> None:
-    stranger = WorkerClient.at(server.address, b"o" * 32)
-    with pytest.raises((TimeoutError, EngineDied)):
-        await asyncio.wait_for(stranger.generate_group(PROMPT, 1, None, None), 2.0)
-    stranger.connection.close()
-    assert not worker.asked
-
-
 async def test_what_a_client_asked_is_given_up_when_another_one_comes_in_its_place(
     worker: Worker, server: CallServer, client: WorkerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -347,9 +327,7 @@ async def test_what_a_client_asked_is_given_up_when_another_one_comes_in_its_pla
     another.connection.close()
 
 
-async def test_an_address_that_is_none_and_one_that_cannot_be_bound_are_named() -> None:
-    with pytest.raises(ProtocolError, match="'nowhere' is no address of a process"):
-        WorkerClient.at("nowhere", KEY)
+async def test_an_address_that_cannot_be_bound_and_a_short_key_are_named() -> None:
     server = CallServer(Worker(), WorkerVerbs, KEY, host="192.0.2.1")
     with pytest.raises(ProtocolError, match=r"cannot bind tcp://192\.0\.2\.1: "):
         await server.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -150,44 +149,6 @@ def test_a_callers_garbage_is_still_collected() -> None:
     gc.collect()
     assert ref() is None
     assert gc.get_freeze_count() <= frozen  # fewer: what other tests froze may have ended meanwhile
-
-
-def test_a_silent_replica_costs_its_own_deadline(make_world: Callable[..., World]) -> None:
-    world = make_world(2, timeout_s=60)
-    world.connect()
-    entered, release = make_begin_hang(world.engines[0])
-    clients = world.publisher._rank0._clients
-    assert clients is not None
-    ask = clients.ask
-
-    def impatient(verb: Any, arguments: Any, timeouts_s: dict[int, float]) -> Any:
-        """The one that hangs has less time, so that a busy machine costs the other one nothing."""
-        return ask(verb, arguments, {**timeouts_s, **({0: 0.3} if 0 in timeouts_s else {})})
-
-    clients.ask = impatient  # type: ignore[method-assign]
-    report = world.publisher.publish(0)
-    assert entered.is_set()
-    assert committed(report) == [False, True]
-    assert "did not answer begin" in (report.replicas[0].error or "")
-    release()
-
-
-def make_begin_hang(engine: PlainEngine):
-    """begin() of this engine waits until released."""
-    import asyncio
-
-    entered = threading.Event()
-    loop_gate: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-
-    async def hang(version: int, epoch: int, digest: str, known: object) -> list[object]:
-        gate = asyncio.Event()
-        loop_gate.append((asyncio.get_running_loop(), gate))
-        entered.set()
-        await gate.wait()
-        return []
-
-    engine.begin = hang  # type: ignore[method-assign,assignment]
-    return entered, lambda: loop_gate[0][0].call_soon_threadsafe(loop_gate[0][1].set)
 
 
 def test_without_hashes_bytes_still_cross_and_are_counted(make_world: Callable[..., World]) -> None:
