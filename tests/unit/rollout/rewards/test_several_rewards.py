@@ -64,10 +64,6 @@ async def behave(prompt, response, fields):
         os._exit(3)
     return os.getpid() if response == "pid" else 0.5
 
-async def of_group(prompt, responses, fields):
-    await asyncio.sleep(0)
-    return [float(len(response)) for response in responses]
-
 def meet(prompt, response, fields):
     """Answers when another process is in here as well."""
     folder = os.path.dirname(__file__)
@@ -149,11 +145,6 @@ async def test_a_coroutine_that_takes_its_process_costs_what_was_in_it(file: Pat
     async with running(RewardConfig(kind=f"{file}:behave", timeout_s=5)) as runner:
         assert await rewards_of(runner, PROMPT, "hang", how) == [None, None]
         assert await rewards_of(runner, PROMPT, "ok", "ok") == [0.5, 0.5]
-
-
-async def test_a_coroutine_may_judge_a_group(file: Path):
-    async with running(RewardConfig(kind=f"{file}:of_group")) as runner:
-        assert await rewards_of(runner, PROMPT, "a", "bb") == [1.0, 2.0]
 
 
 async def test_processes_judge_at_the_same_time(file: Path):
