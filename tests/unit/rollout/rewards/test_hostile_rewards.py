@@ -136,9 +136,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def running(folder: Path, name: str, *, timeout_s: float = 30.0, **options: int) -> AsyncIterator[Score]:
+async def running(folder: Path, name: str, *, timeout_s: float = 30.0) -> AsyncIterator[Score]:
     config = RewardConfig(kind=f"{folder / 'hostile.py'}:{name}", timeout_s=timeout_s)
-    async with reward_runs.running(config, log_path=folder / "rewards.log", **options) as runner:
+    async with reward_runs.running(config, log_path=folder / "rewards.log") as runner:
         yield partial(rewards_of, runner, PROMPT)
 
 
