@@ -13,8 +13,6 @@ from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.cli.start_commands import AT_ONCE
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.orchestrator.inputs.machine_checks import check_dashboard_port
-from slipstream.orchestrator.machine import Machine
 from slipstream.rollout.text.ends import end_token_ids
 
 Refuse = Callable[..., str]
@@ -24,10 +22,7 @@ Refuse = Callable[..., str]
     ("words", "messages"),
     [
         ("trainer.num_rank=2", ["unknown option trainer.num_rank. Did you mean trainer.num_ranks?"]),
-        ("model=tiny_qwen", ["Did you mean tiny_qwen3", "qwen3_30b_a3b_4layers"]),
-        ("trainer.num_ranks=two", ["trainer.num_ranks must be an integer, got 'two'"]),
         ("cluster.device=gpu", ["error: cluster.device must be one of auto, cpu, cuda, got 'gpu'\n"]),
-        ("weight_sync.transport=nvlink", ["weight_sync.transport=nvlink contradicts cluster.device=cpu"]),
         ("model=checkpoint model.path=/absent trainer.ep_size=1", ["model.path=/absent: no such folder"]),
         ("weight_sync.watermark_bytes=1.5GiB", ["got '1.5GiB'. Write bytes: weight_sync.watermark_bytes=1610612736"]),
         ("weight_sync.watermark_bytes=2GB", ["Write bytes: weight_sync.watermark_bytes=2000000000"]),
@@ -38,7 +33,6 @@ Refuse = Callable[..., str]
         ),
         ("model.hf_config.logit_scale=2", ["logit_scale is a field that nobody reads; remove it"]),
         ("data.path=absent.jsonl", ["absent.jsonl", "data.path"]),
-        ("data=files data.path=hf:openai/gsm8k", ["must be hf:REPO:SPLIT"]),
         (  # the tests run with HF_HUB_OFFLINE=1
             "data=files data.path=hf:nobody/has-this:main:train",
             ["hf:nobody/has-this:main:train: HF_HUB_OFFLINE is set, and the dataset is not in the cache"],
@@ -48,7 +42,6 @@ Refuse = Callable[..., str]
         ("reward.kind=json:no_such_function", ["reward.kind=json:no_such_function"]),
         ("run.resume=runs/latest", ["run.resume=runs/latest: no such folder"]),
         ("cluster.ray_address=127.0.0.1:9", ["cluster.ray_address=127.0.0.1:9", "cluster=local"]),
-        ("model.hf_config.vocab_size=4", ["model.tokenizer=characters needs model.hf_config.vocab_size >= 5, got 4"]),
     ],
 )
 def test_options_that_cannot_be(refuse: Refuse, words: str, messages: list[str]) -> None:
@@ -62,11 +55,6 @@ GOOD = '{"prompt": "1a=", "answer": "a"}\n'
 @pytest.mark.parametrize(
     ("files", "words", "messages"),
     [
-        (
-            {"m/tokenizer.json": "{}"},
-            "model=checkpoint model.path=m model.tokenizer=characters",
-            ["model.path=m has no config.json"],
-        ),
         ({"m/tokenizer.json": "{}"}, "model.tokenizer=m", ["m/tokenizer.json is not a tokenizer (Model missing"]),
         (
             {"m/vocab.json": "{}"},
@@ -256,12 +244,6 @@ def test_chat_prompts_need_a_chat_template(refuse: Refuse, tmp_path: Path) -> No
     message = refuse("data.path=prompts.jsonl", "model.tokenizer=.")
     assert "prompts.jsonl:1: rows are lists of chat messages, and the tokenizer has no chat template" in message
     assert "model.tokenizer=FOLDER" in message
-
-
-def test_a_dashboard_whose_port_is_taken_has_the_next_free_one() -> None:
-    taken = Machine(is_port_free=lambda port: port > 8266)
-    fact = check_dashboard_port(load_run_config(["experiment=quickstart"]), taken)
-    assert fact.finding == "http://127.0.0.1:8267 (8265 is taken)"
 
 
 def test_tokenizer_of_another_model(refuse: Refuse, tmp_path: Path) -> None:

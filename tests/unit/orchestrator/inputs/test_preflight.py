@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.tiny_configs import GPT_OSS
+from cases.tiny_configs import GPT_OSS, PACKED
 from safetensors.numpy import save_file
 
 from slipstream.conf.architecture.families import read_config
@@ -99,28 +99,7 @@ def test_rules_about_the_architecture_hold_for_a_checkpoint_too(checkpoint: Path
 
 @pytest.mark.parametrize(
     ("packing", "quantization"),
-    [
-        (
-            "INT4",
-            {
-                "quant_method": "compressed-tensors",
-                "format": "pack-quantized",
-                "config_groups": {
-                    "group_0": {
-                        "weights": {
-                            "num_bits": 4,
-                            "type": "int",
-                            "symmetric": True,
-                            "strategy": "group",
-                            "group_size": 32,
-                        }
-                    }
-                },
-                "ignore": ["lm_head", "re:.*self_attn.*"],
-            },
-        ),
-        ("MXFP4", {"quant_method": "mxfp4"}),
-    ],
+    [("INT4", {**PACKED, "ignore": ["lm_head", "re:.*self_attn.*"]}), ("MXFP4", {"quant_method": "mxfp4"})],
 )
 def test_merged_weights_for_packed_engines_are_refused(checkpoint: Path, packing: str, quantization: Any) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
