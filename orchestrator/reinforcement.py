@@ -153,7 +153,7 @@ def _judges(
 ) -> tuple[RewardRunner, Teacher | None, EpisodeRunner | None]:
     """Who judges responses and who makes them in several turns, as far as the run has them; the stack closes them."""
     rewards = RewardRunner(
-        config.reward, max_response_tokens=config.rollout.sampling.max_tokens, log_path=folder.root / "rewards.log"
+        config.reward, max_response_tokens=config.max_response_tokens, log_path=folder.root / "rewards.log"
     )
     stack.push_async_callback(rewards.close)
     teacher = Teacher(config.algorithm.teacher) if config.algorithm.distill_coef > 0 else None

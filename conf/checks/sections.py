@@ -100,11 +100,12 @@ def check_prompt_and_response_fit(config: RunConfig) -> None:
 
 def check_overlong_fits_the_response(config: RunConfig) -> None:
     """The tokens that are punished are the last ones of a response."""
-    overlong, longest = config.reward.overlong_tokens, config.rollout.sampling.max_tokens
+    overlong, longest = config.reward.overlong_tokens, config.max_response_tokens
     if overlong > longest:
         raise ConfigError(
-            f"reward.overlong_tokens={overlong} exceeds rollout.sampling.max_tokens={longest}: it is how many of them "
-            "are punished; lower it, or raise the other"
+            f"reward.overlong_tokens={overlong} exceeds the {longest} tokens of the longest response "
+            "(rollout.sampling.max_tokens; with an agent rollout.episodes.max_tokens): it is how many of them are "
+            "punished; lower it, or raise the other"
         )
 
 

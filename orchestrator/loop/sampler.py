@@ -26,6 +26,7 @@ from slipstream.orchestrator.loop.buffer import GroupBuffer, Ticket
 from slipstream.orchestrator.loop.ports import LoopServices
 from slipstream.orchestrator.loop.unjudged import Unjudged, most_in_a_row
 from slipstream.rollout.agents.episode_runner import FinishedEpisode
+from slipstream.rollout.rewards.shaping import shape
 from slipstream.rollout.types import Group, Judgement, Prompt
 
 
@@ -145,13 +146,21 @@ class Sampler:
 
     async def _judge(self, prompt: Prompt, episodes: Sequence[FinishedEpisode]) -> list[Judgement]:
         """What agents returned; the run's reward judges the last response of the others, unless they failed."""
-        judgements = [Judgement(episode.reward) for episode in episodes]
+        judgements = [self._of_agent(episode) for episode in episodes]
         left = [i for i, episode in enumerate(episodes) if episode.reward is None and not episode.rollout.failure]
         if left:
             scored = await self._services.rewards.score_group(prompt, [episodes[i].rollout for i in left])
             for i, judgement in zip(left, scored, strict=True):
                 judgements[i] = judgement
         return judgements
+
+    def _of_agent(self, episode: FinishedEpisode) -> Judgement:
+        """What the agent returned, and what the episode's length adds to it."""
+        if episode.reward is None:
+            return Judgement(None)
+        config, num_tokens = self._config, len(episode.rollout.token_ids)
+        added: dict[str, float | None] = {**shape(config.reward, num_tokens, config.max_response_tokens)}
+        return Judgement(episode.reward + sum(value or 0.0 for value in added.values()), added)
 
     async def _taught(self, group: Group) -> Group:
         """The group with the teacher's log-probabilities. Where it gave none, the reward is None, so that the response

@@ -212,7 +212,7 @@ GRADER = ["reward=judge", "reward.judge.base_url=http://localhost/v1", "reward.j
         ([*GRADER, "reward.judge.api_key_env=NO_SUCH_KEY"], "api_key_env names NO_SUCH_KEY, which is not set where"),
         ([*GRADER, "reward.judge.prompt_file=absent.txt"], "reward.judge.prompt_file=absent.txt cannot be read"),
         ([*GRADER, "reward.judge.prompt_file=grade.txt"], "prompts.jsonl:1: no column 'rubric' for reward.kind=judge"),
-        (["reward.overlong_tokens=500"], "reward.overlong_tokens=500 exceeds rollout.sampling.max_tokens="),
+        (["reward.overlong_tokens=500"], "reward.overlong_tokens=500 exceeds the 4 tokens of the longest response"),
     ],
 )
 def test_rewards_that_cannot_judge(refuse: Refuse, tmp_path: Path, words: list[str], message: str) -> None:

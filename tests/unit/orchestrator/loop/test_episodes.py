@@ -56,6 +56,14 @@ async def test_a_row_counts_turns_branches_and_failures(tmp_path: Path) -> None:
         assert row["reward/mean"] == pytest.approx(2 / 3)
 
 
+async def test_the_length_of_an_episode_counts_in_what_its_agent_returned(tmp_path: Path) -> None:
+    loop = a_loop(tmp_path, num_steps=1)
+    penalty = 0.5 * loop.config.max_response_tokens / 4  # an episode has four tokens
+    loop.config = replace(loop.config, reward=replace(loop.config.reward, length_penalty=penalty))
+    await loop.run()
+    assert loop.rows[-1]["reward/mean"] == pytest.approx((1 - 0.5 + 0 - 0.5 + 1) / 3), "the third is judged elsewhere"
+
+
 async def test_without_an_agent_a_row_has_no_figures_of_episodes(tmp_path: Path) -> None:
     loop = a_loop(tmp_path)
     loop.episodes = None
