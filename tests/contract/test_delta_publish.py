@@ -72,7 +72,7 @@ def step(decoder: Decoder, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in decoder.named_parameters():
         if "lora_" in name:
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-4)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-5)
 
 
 MERGES = WeightSyncConfig(watermark_bytes=64 << 20, remote_merge=RemoteMerge.host)
@@ -101,7 +101,7 @@ def check_publishes(model: str, tp_size: int, sync: WeightSyncConfig, tmp_path: 
     if sync is MERGES:
         assert {report.num_takers for report in reports} == {tp_size}, "from the first one on"
     elif sync.delta_bytes:
-        assert max(others) < 0.9 * first, "CPU engines repack experts, which go whole"
+        assert max(others) < 0.3 * first, "CPU engines repack experts, which go whole"
     assert all(report.num_changed_params for report in reports[1:])
     save_merged(decoder, tmp_path / "merged", config)
     arguments = {"attention_backend": "CPU_MLA"} if "kv_lora_rank" in config else {}
