@@ -321,11 +321,11 @@ class CheckpointStore:
                 continue
             with (old / MANIFEST).open("r+b") as manifest, suppress(BlockingIOError):
                 fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.discard(old.rename(self.folder / f".{old.name}.partial"))
+                self.discard(old.rename(self.folder / f".{old.name}.removed"))
 
     def discard_unfinished(self) -> None:
         """Remove what a controller began to write, or to remove, that was killed."""
-        for partial in self.folder.glob(".step-*.partial"):
+        for partial in self.folder.glob(".step-*"):
             self.discard(partial)
 
     def discard(self, partial: Path) -> None:
