@@ -34,6 +34,7 @@ import logging
 import math
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -333,9 +334,17 @@ def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
 
 def engine_module() -> Any:
     """mooncake.engine, imported late, because it links what may be absent where this file is imported: on GPUs, their
-    driver. It reads how much it logs when it is loaded; at INFO that is a line for every connection.
+    driver. It reads how much it logs when it is loaded; at INFO that is a line for every connection. And where: unless
+    that is a folder in which it can write, its process ends at once.
     """
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    if (folder := os.environ.get("MC_LOG_DIR")) is not None:
+        try:
+            os.stat(folder)  # "" is the working folder to tempfile, and none to Mooncake
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as e:
+            del os.environ["MC_LOG_DIR"]
+            logger.warning("MC_LOG_DIR=%s is not used: nothing can be written there: %s", folder, e)
     try:
         import mooncake.engine
     except ImportError as e:

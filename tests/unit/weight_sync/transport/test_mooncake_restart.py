@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -180,15 +181,26 @@ def test_a_closed_link_stays_closed(fake: FakeMooncake) -> None:
     assert fake.num_started == before
 
 
-@pytest.mark.parametrize(("asked", "level"), [(None, "ERROR"), ("INFO", "INFO")])
-def test_mooncake_logs_errors_alone_unless_asked(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None, level: str
+@pytest.mark.parametrize(
+    ("name", "asked", "found"),
+    [
+        ("MC_LOG_LEVEL", None, "ERROR"),
+        ("MC_LOG_LEVEL", "INFO", "INFO"),
+        ("MC_LOG_DIR", "{tmp}", "{tmp}"),
+        ("MC_LOG_DIR", "{tmp}/no such", None),
+        ("MC_LOG_DIR", "/proc", None),
+        ("MC_LOG_DIR", "", None),
+    ],
+)
+def test_mooncake_logs_errors_alone_unless_asked_and_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, asked: str | None, found: str | None
 ) -> None:
-    """It reads the variable when it is loaded, and never again."""
-    monkeypatch.setenv("MC_LOG_LEVEL", asked or "")
+    """It reads the variables when it is loaded, and never again."""
+    monkeypatch.setenv(name, (asked or "").format(tmp=tmp_path))
     if asked is None:
-        monkeypatch.delenv("MC_LOG_LEVEL")
+        monkeypatch.delenv(name)
     loaded = SimpleNamespace(engine=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "mooncake", loaded)
     monkeypatch.setitem(sys.modules, "mooncake.engine", loaded.engine)
-    assert engine_module() is loaded.engine and os.environ["MC_LOG_LEVEL"] == level
+    assert engine_module() is loaded.engine
+    assert os.environ.get(name) == (found and found.format(tmp=tmp_path))
