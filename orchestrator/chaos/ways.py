@@ -9,8 +9,9 @@
 
 Owns: these ways, and whether one of them can harm a process. Does not own: whom, when and for how long (harm.py).
 Invariant: what lasts is undone at the end of its block, however that ends. A cut ends in time and a file is gone also
-where this command is killed: the kernel sees to both. A slow victim is not given to a cgroup with a quota: that needs
-root, and would take it out of the group in which a container or a batch system counts it.
+where this command is killed: the kernel sees to both. So does who was stopped go on: a shell that outlives this command
+waits for the end of its input. A slow victim is not given to a cgroup with a quota: that needs root, and would take it
+out of the group in which a container or a batch system counts it.
 """
 
 import os
@@ -59,12 +60,20 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
 
 
 @contextmanager
-def stopped(processes: Sequence[psutil.Process]) -> Generator[None]:
+def _going_on_afterwards(processes: Sequence[psutil.Process]) -> Generator[None]:
+    words = ["sh", "-c", 'read _; kill -CONT "$@"', "sh", *(str(process.pid) for process in processes)]
+    shell = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        send(processes, signal.SIGSTOP)
         yield
     finally:
-        send(processes, signal.SIGCONT)
+        shell.communicate()
+
+
+@contextmanager
+def stopped(processes: Sequence[psutil.Process]) -> Generator[None]:
+    with _going_on_afterwards(processes):
+        send(processes, signal.SIGSTOP)
+        yield
 
 
 @contextmanager
@@ -73,17 +82,19 @@ def slowed(processes: Sequence[psutil.Process]) -> Generator[None]:
 
     def brake() -> None:
         while not over.is_set():
-            with stopped(processes):
-                over.wait(_PERIOD_S * (1 - SLOW_SHARE))
+            send(processes, signal.SIGSTOP)
+            over.wait(_PERIOD_S * (1 - SLOW_SHARE))
+            send(processes, signal.SIGCONT)
             over.wait(_PERIOD_S * SLOW_SHARE)
 
     thread = threading.Thread(target=brake, name="slows the victim")
-    try:
-        thread.start()
-        yield
-    finally:
-        over.set()
-        thread.join()
+    with _going_on_afterwards(processes):
+        try:
+            thread.start()
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 @contextmanager

@@ -74,6 +74,26 @@ def test_a_slow_victim_stands_and_runs_by_turns_and_goes_on_afterwards() -> None
         started.kill()
 
 
+@pytest.mark.parametrize("way", ["stopped", "slowed"])
+def test_a_victim_goes_on_also_where_the_command_is_killed(way: str) -> None:
+    script = (
+        f"import psutil, sys, time\nfrom slipstream.orchestrator.chaos.ways import {way}\n"
+        f"with {way}([psutil.Process(int(sys.argv[1]))]):\n    time.sleep(600)"
+    )
+    with (
+        subprocess.Popen(["sleep", "600"]) as started,
+        subprocess.Popen([sys.executable, "-c", script, str(started.pid)]) as command,
+    ):
+        try:
+            wait_until(psutil.Process(started.pid), psutil.STATUS_STOPPED)
+            command.kill()
+            command.wait()
+            wait_until(psutil.Process(started.pid), psutil.STATUS_SLEEPING)
+        finally:
+            command.kill()
+            started.kill()
+
+
 def test_all_but_the_rest_is_taken_by_a_file_without_a_name_and_given_back(tmp_path: Path) -> None:
     seen = seen_there(
         tmp_path / "disk",
