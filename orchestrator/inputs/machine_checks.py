@@ -20,6 +20,7 @@ from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.inputs.object_store import object_store_bytes, route_bytes
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers, few_open_files
 from slipstream.orchestrator.socket_folder import socket_folder, where_sockets_lie
+from slipstream.rollout.engine.engine_options import CPU_KV_CACHE_BYTES, CPU_RANK_BYTES
 from slipstream.rollout.node_cache import where_caches_lie
 from slipstream.trainer.weights.stored_adapter import num_adapted
 from slipstream.weight_sync.layout import DTYPE_BYTES
@@ -28,10 +29,7 @@ MAX_PROCESSES_PER_CORE = 8
 """With more processes per core, a warning is given: they take turns, and may not start within cluster.start_timeout_s.
 """
 TRAINER_RANK_BYTES = 300 << 20
-ENGINE_RANK_BYTES = 400 << 20
-"""Memory of a process on CPUs, without weights and KV cache. Measured (Pss) with the quick start: 300 MB for a trainer
-rank, 470 MB for an engine with a cache of 64 MiB."""
-DEFAULT_CPU_CACHE_BYTES = 256 << 20
+"""Memory of a rank on CPUs, without weights. Measured (Pss) with the quick start."""
 ENGINE_QUEUE_BYTES = 160 << 20
 """Bytes of /dev/shm for the messages of an engine with several ranks: 10 chunks of 16 MiB (vLLM 0.32,
 `multiproc_executor.py`, `check_shm_free_space`)."""
@@ -94,8 +92,8 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
     num_workers = rollout.most_workers if config.algorithm.objective is Objective.policy else 0
     num_engine_ranks = num_workers * rollout.tp_size
     weights = _weight_bytes(config) * (1 + num_workers) + _base_bytes(config) * num_workers
-    cache = DEFAULT_CPU_CACHE_BYTES if rollout.kv_cache_bytes is None else rollout.kv_cache_bytes
-    needed = weights + num_ranks * TRAINER_RANK_BYTES + num_engine_ranks * (ENGINE_RANK_BYTES + cache)
+    cache = CPU_KV_CACHE_BYTES if rollout.kv_cache_bytes is None else rollout.kv_cache_bytes
+    needed = weights + num_ranks * TRAINER_RANK_BYTES + num_engine_ranks * (CPU_RANK_BYTES + cache)
     _, available = machine.memory_bytes()
     processes = f"trainer.num_ranks={num_ranks}"
     if num_workers:

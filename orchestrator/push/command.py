@@ -33,7 +33,7 @@ from slipstream.conf.schema import Device, DType
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.inputs.model_files import read_hf_config
 from slipstream.orchestrator.machine import HERE, Machine
-from slipstream.orchestrator.push.engine_starts import local_host, start_servers, visible_gpus
+from slipstream.orchestrator.push.engine_starts import check_memory, local_host, start_servers, visible_gpus
 from slipstream.orchestrator.push.push_options import PushOptions
 from slipstream.orchestrator.push.push_report import PushReport, check_all_serve, describe
 from slipstream.orchestrator.push.sender_process import RankOptions, RankProcess
@@ -73,12 +73,15 @@ class Push:
         check_tp_size_fits_model(
             "--tp", options.tp_size, self._hf_config, is_expert_parallel=options.enable_expert_parallel
         )
-        self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
+        stored = read_index(options.checkpoint, "CHECKPOINT")
+        self._tensors = tensor_metas(stored)
         if options.base is not None:
             _check_is_base(options.base, self._tensors)
         self._landing_bytes = options.delta_mib << 20 if options.base is not None else 0
         self._device = Device(resolve_device(Device.auto, machine))
         self._gpus = visible_gpus(self._device, machine)
+        if not self._gpus:
+            check_memory(options, sum(file.stat().st_size for file in {one.path for one in stored.values()}), machine)
         if options.transport == "nvlink" and not self._gpus:
             raise ConfigError("--transport nvlink: this machine has no usable GPU; choose auto or tcp")
         if options.transport == "rdma" and not machine.list_rdma_nics():

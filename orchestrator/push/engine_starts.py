@@ -14,6 +14,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device
 from slipstream.orchestrator.machine import Machine, is_port_free
 from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.rollout.engine.engine_options import CPU_RANK_BYTES
 from slipstream.rollout.served.client import LOOPBACK, ServedEngine, is_own_address
 from slipstream.rollout.served.servers import ServerOptions, ServerProcess
 
@@ -62,6 +63,17 @@ def start_servers(
         cleanup.callback(server.stop)
         servers.append(server)
     return servers
+
+
+def check_memory(options: PushOptions, checkpoint_bytes: int, machine: Machine) -> None:
+    """Raises ConfigError where the engines do not fit into the memory of a machine without GPUs."""
+    needed = options.start * (checkpoint_bytes + options.tp_size * CPU_RANK_BYTES)
+    _, available = machine.memory_bytes()
+    if needed > available:
+        raise ConfigError(
+            f"--start {options.start} with --tp {options.tp_size} needs at least {needed / 1e9:.1f} GB of memory, and "
+            f"{available / 1e9:.1f} GB are free; start fewer"
+        )
 
 
 def _ports(options: PushOptions) -> Sequence[int]:

@@ -61,6 +61,7 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--start", "-1"], "--start must be >= 1, got -1"),
         (["--start", "1", "--tp", "0"], "--tp must be >= 1, got 0"),
         (["--start", "1", "--tp", "3"], "--tp=3 does not divide the model's 4 attention heads; it can be 1, 2, 4"),
+        (["--start", "100000"], "--start 100000 with --tp 1 needs "),  # memory, or GPUs
         (["--start", "1", "--ranks", "0"], "--ranks must be >= 1, got 0"),
         (["--start", "1", "--timeout-s", "0"], "--timeout-s must be > 0, got 0"),
         (["--start", "2", "--port", "65535"], "--port 65535: engines take one port each from there"),
