@@ -14,6 +14,8 @@ from typing import Any
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, tell
+from slipstream.orchestrator.cli.working_folder import stand_where_it_began
+from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.signals import wound_down_by_signals
 
 
@@ -113,6 +115,8 @@ def parity(flags: argparse.Namespace, overrides: list[str]) -> int:
     as_json, _ = (given.pop(name) for name in ("json", "help"))
     if overrides and "=" not in overrides[0]:
         given["model"] = Path(overrides.pop(0))
+        given |= {name: path.absolute() for name, path in given.items() if isinstance(path, Path)}
+        overrides = stand_where_it_began(RunFolder(given["model"]), overrides)  # of a model alone nothing says where
     options = ParityOptions(**given)
     began_s = time.monotonic()
 

@@ -4,11 +4,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config, resolved_yaml
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.files.run_folder import RunFolder, write_description
 from slipstream.orchestrator.parity.command import ParityOptions, load_config, run_parity
 from slipstream.orchestrator.parity.compare import difference, verdict
 from slipstream.orchestrator.parity.measure import ParityReport, Sampled, Swap, agreements
@@ -39,6 +43,31 @@ def test_a_run_folder_brings_its_options_and_its_adapter(tmp_path: Path):
     assert found.trainer.lora.init_from == str(tmp_path / "adapter")
     assert found.run.seed == 7
     assert str(found.trainer.numerics.match) == "transformers"
+
+
+def test_a_run_is_compared_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Its relative paths are from where it was started; those of the command from where the user stands."""
+    began, here = tmp_path / "began", tmp_path / "here"
+    words = ["model=checkpoint", "model.path=base", "data=letters", "rollout=small", "trainer.lora.rank=16"]
+    config = load_run_config(words)
+    for folder in (here, began / "base", began / "run" / "adapter"):
+        folder.mkdir(parents=True)
+    (began / "base" / "config.json").write_text(
+        json.dumps(dict(load_run_config([*TINY, "rollout=small"]).model.hf_config))
+    )
+    a, b = np.ones((16, 64), np.float32), np.ones((128, 16), np.float32)
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    save_file({f"{prefix}A.weight": a, f"{prefix}B.weight": b}, began / "run" / "adapter" / "adapter_model.safetensors")
+    (began / "run" / "adapter" / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32}')
+    monkeypatch.chdir(began)
+    write_description(RunFolder(began / "run"), config, [])
+    monkeypatch.chdir(here)
+    (here / "usual.json").write_text('{"differences": []}')
+    (here / "taken").touch()
+    assert main(["parity", "../began/run", "--usual", "usual.json", "--output", "taken"]) == 2
+    assert f"error: --output={here / 'taken'} cannot be written" in capsys.readouterr().err
 
 
 def test_an_adapter_that_computes_something_else_is_refused_before_the_engine_starts(tmp_path: Path):
