@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.whole_files import write_whole
 
 
 def cache_folder() -> Path:
@@ -34,13 +35,7 @@ def where_caches_lie() -> Path:
     return folder
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file so that nobody ever reads a part of it.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+def keep(file: Path, content: bytes) -> None:
+    """Write a file of the folder, and the folders down to it. Raises OSError where that cannot be done."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
-        temporary.write(content)
-    os.replace(temporary.name, file)
+    write_whole(file, content)

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Mapping
 
 from slipstream.conf.json_files import object_in
+from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.figures.held_out import is_better
-from slipstream.orchestrator.files.run_folder import write_whole
 
 logger = logging.getLogger(__name__)
 

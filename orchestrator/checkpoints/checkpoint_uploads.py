@@ -18,9 +18,9 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 
+from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.errors import ObjectStoreError
-from slipstream.orchestrator.files.run_folder import write_whole
 
 logger = logging.getLogger(__name__)
 

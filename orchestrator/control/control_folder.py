@@ -31,12 +31,13 @@ from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.failures import in_words, undone_by
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
+from slipstream.conf.whole_files import write_whole
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.fleet_requests import carry_out
 from slipstream.orchestrator.files.claim import THIS_PROCESS, is_own
-from slipstream.orchestrator.files.run_folder import RunFolder, saved_options, write_whole
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.rollout.crash_reports import COMMAND, death_in
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ import json
 import time
 from contextlib import suppress
 
+from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.control.control_folder import how_it_ended, is_alive
-from slipstream.orchestrator.files.run_folder import RunFolder, write_whole
+from slipstream.orchestrator.files.run_folder import RunFolder
 
 
 def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, str | None]:

@@ -53,6 +53,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import is_function_path, keep_copy, source_of
 from slipstream.conf.json_files import JsonObject, is_list, is_object
 from slipstream.conf.schema import Objective, RunConfig, RunSection
+from slipstream.conf.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -319,13 +320,6 @@ def to_plain(value: Any) -> Any:
     if is_list(value):
         return [to_plain(item) for item in value]
     return value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a whole file. A process that is killed meanwhile leaves the file as it was before."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def _create(config: RunSection, now: datetime) -> RunFolder:

@@ -13,7 +13,7 @@ import hashlib
 import logging
 from pathlib import Path
 
-from slipstream.rollout.node_cache import cache_folder, write_whole
+from slipstream.rollout.node_cache import cache_folder, keep
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def same_path(folder: Path) -> Path:
     try:
         for name, content in contents.items():
             if not (kept / name).is_file() or (kept / name).read_bytes() != content:
-                write_whole(kept / name, content)
+                keep(kept / name, content)
     except OSError as error:
         logger.warning("later runs compile again what this engine compiles: %s cannot be written: %s", kept, error)
         return folder

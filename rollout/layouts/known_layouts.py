@@ -17,7 +17,7 @@ from pathlib import Path
 
 from slipstream.conf.schema import Device, DType
 from slipstream.rollout.layouts.offline_layout import engine_version
-from slipstream.rollout.node_cache import cache_folder, write_whole
+from slipstream.rollout.node_cache import cache_folder, keep
 from slipstream.weight_sync.layout import TensorMeta
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,6 @@ def read_known(file: Path) -> list[str]:
 def keep_known(file: Path, digests: Sequence[str]) -> None:
     """Write them for the next engine."""
     try:
-        write_whole(file, json.dumps(list(digests)).encode())
+        keep(file, json.dumps(list(digests)).encode())
     except OSError as error:
         logger.warning("later engines record the whole layout again: %s cannot be written: %s", file, error)

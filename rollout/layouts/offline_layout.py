@@ -29,7 +29,7 @@ from slipstream.conf.schema import Device, DType
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE
 from slipstream.rollout.engine.engine_options import engine_environment
 from slipstream.rollout.errors import EngineError
-from slipstream.rollout.node_cache import cache_folder, write_whole
+from slipstream.rollout.node_cache import cache_folder, keep
 from slipstream.weight_sync.layout import DestLayout, TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 
@@ -177,6 +177,6 @@ def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
 def _keep(file: Path, data: bytes) -> None:
     """Write a cached file, whole or not at all. If the cache cannot be written, the next call records again."""
     try:
-        write_whole(file, data)
+        keep(file, data)
     except OSError as e:
         logger.warning("the recorded layout is not kept: %s", e)

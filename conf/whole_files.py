@@ -1,0 +1,14 @@
+"""Files that others read while they are written. Does not own: what is in them."""
+
+import secrets
+from pathlib import Path
+
+from slipstream.conf.failures import undone_by
+
+
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write a file so that nobody ever reads a part of it; who is killed meanwhile leaves it as it was before."""
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
+    with undone_by(lambda _: partial.unlink(missing_ok=True)):
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(file)
