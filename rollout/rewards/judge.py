@@ -6,7 +6,7 @@
 
 Owns: what is asked, what a verdict means, and what is counted (requests, retries, tokens, hits of the cache). Does not
 own: when it is asked again (rollout.openai_client), how many samples are judged at the same time, and how long one may
-take (`pool.py`).
+take (reward_pool.py).
 Invariant: a reward is a number that the judge gave. No answer, or one without a number in its range, is an error, which
 leaves the sample out.
 """
@@ -18,6 +18,7 @@ import math
 import re
 import time
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import RewardPart
@@ -54,8 +55,9 @@ class Judge:
         path = self._config.cache_path
         file = Path(path) if path is not None else folder / CACHE_FILE if folder is not None else None
         self._cache = VerdictCache(file, f"{section}.judge.cache_path")
-        self._asking: dict[str, asyncio.Lock] = {}
-        """One lock per question that is being asked: equal ones wait for its answer."""
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """One lock per question: equal ones are asked one after the other, so that later ones find the verdict in the
+        cache. Whoever asks or waits keeps the lock alive; it is gone with the last of them."""
         self._client = OpenAIClient(
             "the judge",
             self._config.base_url,
@@ -81,19 +83,14 @@ class Judge:
         body = {name: value for name, value in body.items() if value is not None}
         asked = hashlib.sha256(json.dumps([self._config.base_url, body], sort_keys=True).encode()).hexdigest()
         async with self._asking.setdefault(asked, asyncio.Lock()):
-            try:
-                known = self._cache.get(asked)
-                if known is not None:
-                    count("cached")
-                    verdict = known
-                else:
-                    verdict = _content(await self._client.post("/chat/completions", body, deadline))
-                reward = self._read(verdict)
-                if known is None:
-                    self._cache.put(asked, verdict)
-                return reward
-            finally:
-                self._asking.pop(asked, None)
+            known = self._cache.get(asked)
+            if known is not None:
+                count("cached")
+                return self._read(known)
+            verdict = _content(await self._client.post("/chat/completions", body, deadline))
+            reward = self._read(verdict)
+            self._cache.put(asked, verdict)
+            return reward
 
     def _read(self, verdict: str) -> float:
         """The last number in the verdict, as a share of the range."""

@@ -1,5 +1,6 @@
 """The reward `judge`: what it asks, when it asks again, what it counts, and what a bad answer costs."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -212,6 +213,28 @@ async def test_only_what_is_asked_of_the_same_judge_in_the_same_way_is_remembere
     assert counts == {"prompt_tokens": 0, "completion_tokens": 0}
     assert [body.get("temperature") for _, body in asked] == [0.0] * 3 + [1] + [0.0] * 3
     assert {body["max_tokens"] for _, body in asked} == {512}
+
+
+async def test_equal_questions_are_asked_one_after_the_other_also_where_none_gets_a_verdict(monkeypatch):
+    """The third comes when the first has failed and the second is being asked."""
+    judge, most, now = a_judge(), 0, 0
+
+    async def post(path: str, body: dict[str, Any], deadline: float) -> bytes:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        now -= 1
+        return b'{"choices": [{"message": {"content": "who knows"}}]}'
+
+    monkeypatch.setattr(judge._client, "post", post)
+    first, second = (asyncio.create_task(judge.judge("p", "a", {"answer": "b"})) for _ in range(2))
+    await asyncio.wait([first])
+    third = asyncio.create_task(judge.judge("p", "a", {"answer": "b"}))
+    outcomes = await asyncio.gather(first, second, third, return_exceptions=True)
+    assert [type(one) for one in outcomes] == [NoVerdict] * 3 and most == 1
+    assert not judge._asking, "nothing is kept of what nobody asks any more"
 
 
 async def test_a_rate_delays_requests_and_loses_none(template: Path):
