@@ -23,6 +23,7 @@ from aiohttp import web
 
 from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
+from slipstream.rollout.agents.failures import TURNS
 from slipstream.rollout.agents.request_fields import FIXED, FieldRefused, check_fields
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, template_options, text_messages
@@ -100,7 +101,7 @@ class Endpoint:
             _check_values(body, is_chat=is_chat)
             answers = await self._sample(episode, body, is_chat=is_chat)
         except LimitReached as e:
-            code = "turn_limit_exceeded" if e.kind == "turns" else "context_length_exceeded"
+            code = "turn_limit_exceeded" if e.kind == TURNS else "context_length_exceeded"
             return _error(400, str(e), code)
         except EpisodeOver as e:
             return _error(403, str(e), "episode_over")

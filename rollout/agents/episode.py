@@ -11,7 +11,7 @@ Invariant: a limit that was reached stays reached; every turn that the engine sa
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slipstream.conf.json_files import JsonMapping
 from slipstream.rollout.agents.chat_text import FolderChatText, Reply
@@ -67,7 +67,7 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """A turn, as the controller is told of it (rollout.types.Turn, which it makes of this)."""
+    """A turn, as the controller is told of it, which makes a rollout.types.Turn of this."""
 
     request: int
     parent: int | None
@@ -83,8 +83,12 @@ class Answer:
     reply: Reply
     sampled: Sampled
     num_prompt_tokens: int
-    tokens: list[str] = field(default_factory=list[str])
-    """Text of each sampled token; only where log-probabilities were asked for."""
+    decode: Callable[[Sequence[int]], str]
+
+    @property
+    def tokens(self) -> list[str]:
+        """Text of each sampled token. Only log-probabilities are told by token: other answers do not decode so often."""
+        return [self.decode([token]) for token in self.sampled.token_ids]
 
 
 Generate = Callable[[int | None, list[int], int], Awaitable[Sampled]]
@@ -189,8 +193,7 @@ class Episode:
         said = self._chat.decode(sampled.token_ids)
         self.turns.append(TurnRecord(sampled.request, planned.parent, reason, planned.text, said))
         self.last_reply, self.last_finish_reason = reply.content, sampled.finish_reason
-        tokens = [self._chat.decode([token]) for token in sampled.token_ids]
-        return Answer(reply, sampled, planned.num_tokens, tokens)
+        return Answer(reply, sampled, planned.num_tokens, self._chat.decode)
 
     def _check_size(self, num_characters: int) -> None:
         """Refuse a conversation that cannot fit before it is tokenized: megabytes take seconds, in which all wait."""

@@ -44,7 +44,7 @@ class Played:
     def _answer(self, *given: Any) -> Answer:
         self.asked.append(given)
         sampled = Sampled(6 + len(self.asked), [5, 2], [-0.5, -0.25], "stop")
-        return Answer(self.reply, sampled, 9, ["4", "\ud800"])
+        return Answer(self.reply, sampled, 9, lambda tokens: {5: "4", 2: "\ud800"}[tokens[0]])
 
 
 class World:

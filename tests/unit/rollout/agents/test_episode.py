@@ -27,6 +27,12 @@ AMPLE = Limits(max_turns=100, max_tokens=10_000, max_turn_tokens=10_000, max_mod
 class Chat(FakeChatText):
     """Its replies are those of the real one."""
 
+    num_decoded = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decoded += 1
+        return super().decode(token_ids)
+
     def reply(self, sampled: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
         return Reply(super().reply(sampled, tools)["content"])
 
@@ -82,6 +88,7 @@ async def test_a_turn_is_what_was_given_and_said() -> None:
     table = Table()
     table.say("first" + END, "cut o")
     answer = await table.episode.chat([user("one")])
+    assert table.chat.num_decoded < 6, "no token is decoded by itself before somebody wants its text"
     first = f"<|im_start|>user\none{END}\n<|im_start|>assistant\n"
     assert (answer.reply.content, answer.tokens) == ("first", [*"first", END])
     assert answer.num_prompt_tokens == len(table.chat.encode(first))
