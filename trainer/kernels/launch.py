@@ -1,4 +1,5 @@
-"""What all launches in this package share: sizes of grids and blocks, and the precision of products.
+"""What all launches in this package share: which tensors kernels run on, sizes of grids and blocks, and the precision
+of products.
 
 Configurations (tile sizes, warps, stages) are fixed in the code, by shape, rank and kind of GPU. Autotuning would run
 at different times on ranks with different row counts, and collectives would time out.
@@ -7,7 +8,7 @@ at different times on ranks with different row counts, and collectives would tim
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +16,22 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-def by_device(definition: Callable[P, R], kernel: Callable[P, R]) -> Callable[P, R]:
+
+def is_for_triton(x: Tensor) -> bool:
+    """Whether kernels run on it."""
+    return x.is_cuda and x.dtype in FLOATS and x.numel() > 0
+
+
+def by_device(
+    definition: Callable[Concatenate[Tensor, P], R], kernel: Callable[Concatenate[Tensor, P], R]
+) -> Callable[Concatenate[Tensor, P], R]:
     """What a definition in torch computes, by the kernel where the first argument is on a GPU."""
 
     @functools.wraps(definition)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (kernel if cast(Tensor, args[0]).is_cuda else definition)(*args, **kwargs)
+    def run(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (kernel if first.is_cuda else definition)(first, *args, **kwargs)
 
     return run
 

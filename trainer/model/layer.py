@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,9 @@ class DecoderLayer(nn.Module):
     @property
     def attention(self) -> Attention:
         """Under its name in the checkpoint, which says its kind."""
-        return cast("Attention", self.get_submodule(self._attention_name))
+        attention = self.get_submodule(self._attention_name)
+        assert isinstance(attention, Attention)
+        return attention
 
     @property
     def block(self) -> MoeBlock | None:

@@ -16,7 +16,6 @@ the order of the backend's reduce-scatter, and the same in every layout of exper
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -43,11 +42,18 @@ class _Held:
     rows: nn.Parameter
     """A DTensor; its local part is a view of `whole`."""
 
+    @property
+    def values(self) -> DTensor:
+        """Those of `rows`."""
+        values = self.rows.data
+        assert isinstance(values, DTensor)
+        return values
+
     def add_gradient(self, local: Tensor) -> None:
         """To that of this rank's rows."""
-        spec = cast("DTensor", self.rows.data)
+        mesh, placements = self.values.device_mesh, self.values.placements
         gradient = DTensor.from_local(
-            local, spec.device_mesh, spec.placements, run_check=False, shape=self.rows.shape, stride=self.rows.stride()
+            local, mesh, placements, run_check=False, shape=self.rows.shape, stride=self.rows.stride()
         )
         self.rows.grad = gradient if self.rows.grad is None else self.rows.grad + gradient
 
@@ -96,7 +102,7 @@ class WholeWeights:
     @staticmethod
     @torch.no_grad()
     def _gather(held: Sequence[_Held]) -> None:
-        gather_wholes([cast("DTensor", one.rows.data) for one in held], [one.whole.detach() for one in held])
+        gather_wholes([one.values for one in held], [one.whole.detach() for one in held])
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
@@ -111,7 +117,7 @@ class WholeWeights:
             own_N = packed_RN.new_empty(packed_RN.shape[1])
             dist.reduce_scatter_tensor(own_N, packed_RN.view(-1), group=group)
             for held, part in zip(bucket, own_N.split(sizes), strict=True):
-                local = cast("DTensor", held.rows.data).to_local()
+                local = held.values.to_local()
                 held.add_gradient(part[: local.numel()].view(local.shape).to(local.dtype))
 
 

@@ -10,7 +10,6 @@ Shapes: T packed tokens, H hidden, G key heads, N value heads (M of each key hea
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +49,7 @@ class GatedDeltaNet(Attention):
 
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
         names = tuple(f"{prefix}{name}" for name in self.inputs)
-        inputs: Any = [self.get_submodule(name) for name in self.inputs]
+        inputs = [self.linear(name) for name in self.inputs]
         yield Operation(f"{prefix}in_proj", (x,), names, lambda at, x: at.by.linears(inputs, x))
         out = f"{prefix}attn"
         yield Operation(out, names, (out,), lambda at, *given: (self.heads(given, at.sequences),))

@@ -6,14 +6,12 @@ Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.conf.architecture.attention_spec import GqaSpec
 from slipstream.conf.schema import Rounding
-from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attention.attend import choose_attention_backend
 from slipstream.trainer.model.attention.part import Attention
 from slipstream.trainer.model.build import Build
@@ -26,9 +24,6 @@ TURNED = ("q_rotary", "k_rotary")
 class GroupedQueryAttention(Attention):
     """q, k, v projections, q/k norms, RoPE, attention with a window and sinks, output projection. A family may lack
     norms, windows, sinks or v."""
-
-    q_proj: Linear
-    k_proj: Linear
 
     def __init__(self, own: GqaSpec, build: Build) -> None:
         super().__init__(own, build)
@@ -71,10 +66,10 @@ class GroupedQueryAttention(Attention):
 
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
         q, k, v, out, *turned = (f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj", "attn", *TURNED))
-        projections: list[Any] = [self.q_proj, self.k_proj]
+        projections = [self.linear("q_proj"), self.linear("k_proj")]
         both, gate, gated, given = q, f"{prefix}gate", f"{prefix}gated", (q, k, v)
         if "v_proj" in self._modules:
-            projections.append(self.get_submodule("v_proj"))
+            projections.append(self.linear("v_proj"))
         else:
             v, given = k, (q, k)
         yield Operation(f"{prefix}qkv_proj", (x,), given, lambda at, x: at.by.linears(projections, x))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slipstream.conf.architecture.attention_spec import MlaSpec
 from slipstream.trainer.kernels.latent import latent_heads
-from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attention.attend import attend, choose_attention_backend
 from slipstream.trainer.model.attention.flash_attention import AttentionCall
 from slipstream.trainer.model.attention.indexer import Indexer, sparse_attention
@@ -26,9 +25,6 @@ class LatentAttention(Attention):
 
     Training uses each key in one forward pass only, so the absorbed form, which engines decode with, would cost more.
     """
-
-    kv_a_proj_with_mqa: Linear
-    kv_b_proj: Linear
 
     def __init__(self, own: MlaSpec, build: Build) -> None:
         super().__init__(own, build)
@@ -46,16 +42,16 @@ class LatentAttention(Attention):
             "kv_b_proj", "kv_latent", "k_turning", "attn",
         ))  # fmt: skip
         first, widths = query, (self.own.kv_lora_rank, self.own.qk_rope_head_dim)
-        firsts: Any = [self.get_submodule(first.removeprefix(prefix)), self.kv_a_proj_with_mqa]
+        firsts = [self.linear(first.removeprefix(prefix)), self.linear("kv_a_proj_with_mqa")]
         yield Operation(f"{prefix}fused_qkv_a_proj", (x,), (first, latents), lambda at, x: at.by.linears(firsts, x))
         if self.own.q_lora_rank is not None:
-            q_norm, query, q_b = f"{prefix}q_a_layernorm", f"{prefix}q_b_proj", [self.get_submodule("q_b_proj")]
+            q_norm, query, q_b = f"{prefix}q_a_layernorm", f"{prefix}q_b_proj", [self.linear("q_b_proj")]
             yield Operation(q_norm, (first,), (q_norm,), lambda at, x: (at.by.norm(self.q_a_layernorm, x),))
             yield Operation(query, (q_norm,), (query,), lambda at, x: at.by.linears(q_b, x))
-        split = f"{prefix}kv_a_split"
+        split, kv_b_proj = f"{prefix}kv_a_split", [self.linear("kv_b_proj")]
         yield Operation(split, (latents,), (latent, turning), lambda at, x: x.split(widths, dim=-1), is_view=True)
         yield Operation(kv_norm, (latent,), (kv_norm,), lambda at, x: (at.by.norm(self.kv_a_layernorm, x),))
-        yield Operation(kv_b, (kv_norm,), (kv_b,), lambda at, x: at.by.linears([self.kv_b_proj], x))
+        yield Operation(kv_b, (kv_norm,), (kv_b,), lambda at, x: at.by.linears(kv_b_proj, x))
         given = (query, turning, kv_b) if self.indexer is None else (query, turning, kv_b, x, q_norm)
         yield Operation(out, given, (out,), lambda at, *given: (self.attend(at, *given),))
 

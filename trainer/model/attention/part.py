@@ -37,7 +37,11 @@ class Attention(nn.Module):
     @property
     def output(self) -> Linear:
         """The heads' projection."""
-        linear = self.get_submodule(self.output_name)
+        return self.linear(self.output_name)
+
+    def linear(self, name: str) -> Linear:
+        """The projection of this name."""
+        linear = self.get_submodule(name)
         assert isinstance(linear, Linear)
         return linear
 
