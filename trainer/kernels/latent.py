@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.trainer.kernels.launch import cdiv, next_power_of_2
-from slipstream.trainer.kernels.rms_norm import is_for_triton, rotate_torch
+from slipstream.trainer.kernels.launch import cdiv, is_for_triton, next_power_of_2, programs
+from slipstream.trainer.kernels.rms_norm import rotate_torch
 
 HEADS = 8
 """Heads that a program takes at a time."""
@@ -89,8 +89,7 @@ def latent_heads_triton(
     q_TND, kv_TNE = q_TND.contiguous(), kv_TNE.contiguous()
     turning_TR = turning_TR if turning_TR.stride(1) == 1 else turning_TR.contiguous()
     q_out, k_out = torch.empty_like(q_TND), torch.empty_like(q_TND)
-    launch: Any = _latent_heads[(tokens, cdiv(heads, HEADS))]
-    launch(
+    programs(_latent_heads, (tokens, cdiv(heads, HEADS)))(
         q_TND, kv_TNE, turning_TR, cos, sin, q_out, k_out, heads, width - 2 * half, kv_TNE.shape[2],
         turning_TR.stride(0), **_sizes(half, width - 2 * half, 0, interleaved),
     )  # fmt: skip
@@ -107,8 +106,7 @@ def latent_heads_backward_triton(
     fixed = width - 2 * half
     dq = torch.empty((tokens, heads, width), dtype=dq_TND.dtype, device=dq_TND.device)
     dkv, dturning = dq.new_empty(tokens, heads, fixed + values), dq.new_empty(tokens, 2 * half)
-    launch: Any = _latent_heads_backward[(tokens,)]
-    launch(
+    programs(_latent_heads_backward, (tokens,))(
         dq_TND, dk_TND, dv_TNV, cos, sin, dq, dkv, dturning, heads, fixed, values,
         *dq_TND.stride()[:2], *dk_TND.stride()[:2], *dv_TNV.stride()[:2],
         **_sizes(half, fixed, values, interleaved),

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.trainer.kernels.launch import cdiv, programs
-from slipstream.trainer.kernels.rms_norm import is_for_triton
+from slipstream.trainer.kernels.launch import cdiv, is_for_triton, programs
 
 BLOCK = 2048
 

@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
+from slipstream.trainer.kernels.launch import cdiv, is_for_triton, next_power_of_2, programs
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ROTATE = 4, 1
 """The most heads, and the warps, of a program of `norm_rotate`."""
 
@@ -114,11 +113,6 @@ def norm_rotate(
     return q, k
 
 
-def is_for_triton(x: Tensor) -> bool:
-    """Whether kernels run on it."""
-    return x.is_cuda and x.dtype in FLOATS and x.numel() > 0
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -162,15 +156,7 @@ class _NormRotate(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         q_TND, k_TGD, q_weight_D, k_weight_D, cos, sin = ctx.saved_tensors
         weights = (q_weight_D, k_weight_D)
-        return (
-            *norm_rotate_triton((q_TND, k_TGD), weights, ctx.eps, cos, sin, douts),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return *norm_rotate_triton((q_TND, k_TGD), weights, ctx.eps, cos, sin, douts), *[None] * 6
 
 
 def rms_norm_triton(

@@ -50,11 +50,8 @@ def graph_size(
     padded_tokens = padded_length(max(one.num_tokens for one in several))
     longest = _power_of_2(max(SHORTEST, *(one.longest for one in several)))
     num_sequences = max(one.num_sequences - (one.num_tokens - padded_tokens) // longest for one in several)
-    num_sequences, has_routes = (
-        _power_of_2(max(num_sequences, FEWEST_SEQUENCES)),
-        any(one.has_routes for one in several),
-    )
-    return GraphSize(padded_tokens, num_sequences, longest, None, has_routes)
+    num_sequences = _power_of_2(max(num_sequences, FEWEST_SEQUENCES))
+    return GraphSize(padded_tokens, num_sequences, longest, None, any(one.has_routes for one in several))
 
 
 def padded_starts(starts: tuple[int, ...], size: GraphSize) -> tuple[int, ...]:

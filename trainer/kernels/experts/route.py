@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
-from slipstream.trainer.kernels.rms_norm import is_for_triton
+from slipstream.trainer.kernels.launch import cdiv, is_for_triton, next_power_of_2, programs
 
 TILE = 1024
 """Scores of one program."""
