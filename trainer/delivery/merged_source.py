@@ -11,7 +11,7 @@ and a block of FP8 values may lie on several ranks.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from slipstream.weight_sync.merging.factors import Merge, factor_tensors
 from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
 
 K = TypeVar("K")
+M = TypeVar("M")
 
 
 @dataclass(slots=True)
@@ -91,9 +92,7 @@ class TrainerWeightSource:
         shards: list[SourceShard] = []
         merge_bytes = 0
         tensors = decoder.spec.checkpoint_tensors(str(decoder.dtype).removeprefix("torch."))
-        shapes = {
-            m.name: m.shape for m in tensors if quantization is not None and quantization.quantizes(m.name, m.shape)
-        }
+        shapes = {} if quantization is None else quantization.shapes(tensors)
         quantized: list[HeldTensor] = []
         for shard in local_shards(decoder):
             held = shard if is_merged else replace(shard, delta=None)
@@ -189,7 +188,9 @@ class TrainerWeightSource:
 
         Kernel arguments are made once per slot, and again if a storage moved.
         """
-        compiled = self._compiled(reads, lambda item, slot, _: self._writer(item, slot))
+        compiled: Callable[[Tensor, None], FillSlot] = self._compiled(
+            reads, lambda item, slot, _: self._writer(item, slot)
+        )
         return lambda slot: compiled(slot, None)
 
     def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
@@ -208,14 +209,14 @@ class TrainerWeightSource:
             _copy_into(self._last_gathered, key, whole)
 
     def _compiled(
-        self, reads: Sequence[PackedRead], writer_of: Callable[[PackedRun, Tensor, Any], Callable[[], object]]
-    ) -> Callable[[Tensor, Any], FillSlot]:
+        self, reads: Sequence[PackedRead], writer_of: Callable[[PackedRun, Tensor, M], Callable[[], object]]
+    ) -> Callable[[Tensor, M], FillSlot]:
         """(slot, marks) -> a function that calls every run's writer."""
         runs = self.joined(reads)
         plain = [item.run for item in runs if isinstance(item.run, RowRun)]
         parameters = list({id(p): p for run in plain for p in run.parameters}.values())
 
-        def filling(slot: Tensor, marks: Any) -> FillSlot:
+        def filling(slot: Tensor, marks: M) -> FillSlot:
             writers: list[Callable[[], object]] = []
             places: list[int] | None = None
 

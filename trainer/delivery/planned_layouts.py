@@ -9,7 +9,7 @@ report.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import ClassVar
 
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.schema import Activations, Device, TrainerConfig
+from slipstream.conf.schema import Device, TrainerConfig
 from slipstream.trainer.delivery.adapter_source import held_factors
 from slipstream.trainer.lora import Linear
-from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.build_decoder import build_whole
 from slipstream.trainer.model.shard_decoder import WHOLE_SHARE, replicated_parameters, sharded_dense
 from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.moe.expert_placement import expert_shares
@@ -98,10 +98,7 @@ class PlannedTrainer:
             trainer: How many ranks, and what they train.
         """
         self._spec, self._dtype, self._trainer = spec, dtype, trainer
-        whole = replace(
-            trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations=Activations.recompute
-        )
-        self._decoder = build_decoder(spec, dtype=getattr(torch, dtype), device="meta", trainer=whole)
+        self._decoder = build_whole(spec, dtype, trainer)
         self._holders: dict[int, list[int]] = {}
         """By id of an expert bank's parameter: the rank that holds each expert."""
         for number, layer in enumerate(self._decoder.model.layers):

@@ -13,7 +13,6 @@ are padded to MIN_ROWS.
 Shapes: T packed tokens, H hidden, E experts, K experts of a token, I width of an expert.
 """
 
-import os
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.trainer.engine_ops.published_adapters import Factors
-from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.engine_ops.vllm_operations import imports_batch_invariant
 
 MODULES = (
     "vllm._custom_ops",
@@ -51,14 +50,8 @@ class VllmAdapters:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it when these modules are imported
-        try:
+        with imports_batch_invariant():
             self._ops, config, self._punica, self._moe, self._triton = map(import_module, MODULES)
-        except ImportError as error:
-            raise TrainerError(
-                f"trainer.numerics.match=bitwise needs vLLM where the trainer runs: {error}; install it there, or "
-                "choose parity=standard"
-            ) from error
         self._config, self._device = config.LoRAConfig(max_lora_rank=rank, max_loras=1), device
         self._enabled = torch.ones(2, dtype=torch.int32, device=device)
         self._wrapper: Any = None

@@ -10,6 +10,8 @@ I width of a feed-forward, V vocabulary.
 """
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
@@ -47,15 +49,9 @@ class VllmOperations:
         Raises:
             TrainerError: vLLM is missing on this node.
         """
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's C++ and Triton wrappers read it once, at their first use
-        try:
+        with imports_batch_invariant():
             custom_ops, experts, router, attention, self._sampler = map(import_module, MODULES)
             batch_invariant = batch_invariant_kernels()
-        except ImportError as error:
-            raise TrainerError(
-                f"trainer.numerics.match=bitwise needs vLLM where the trainer runs: {error}; install it there, or "
-                "choose parity=standard"
-            ) from error
         attention_spec = spec.attentions[0]
         assert isinstance(attention_spec, GqaSpec)
         self._custom_ops, self._batch_invariant = custom_ops, batch_invariant
@@ -133,6 +129,23 @@ class VllmOperations:
         with set_current_vllm_config(VllmConfig()), self._device:
             rope = get_rope(self._head_dim, num_positions, rope_parameters=turning, dtype=self._dtype)
         return rope.cos_sin_cache.to(self._device, self._dtype)
+
+
+@contextmanager
+def imports_batch_invariant() -> Generator[None]:
+    """The block imports modules of vLLM, which take batch-invariant kernels then.
+
+    Raises:
+        TrainerError: vLLM is missing on this node.
+    """
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's C++ and Triton wrappers read it once, at their first use
+    try:
+        yield
+    except ImportError as error:
+        raise TrainerError(
+            f"trainer.numerics.match=bitwise needs vLLM where the trainer runs: {error}; install it there, or choose "
+            "parity=standard"
+        ) from error
 
 
 def batch_invariant_kernels() -> ModuleType:

@@ -3,12 +3,14 @@
 Does not own values: `trainer.weights.loading` fills them; nor which options fit a model (conf/checks/model.py).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import TrainerConfig, TrainMode
+from slipstream.conf.schema import Activations, TrainerConfig, TrainMode
 from slipstream.trainer.lora import Adapted
 from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.decoder import Decoder
@@ -89,9 +91,22 @@ def build_decoder(
     missing += [(parameter, sharded_rows(name, parameter).nbytes) for name, parameter in trainable]
     if trainer.embedding_on_host:
         table = decoder.model.embed_tokens
-        host = torch.empty_like(table.weight, device="cpu", pin_memory=device.type == "cuda")
-        table.weight = nn.Parameter(host, requires_grad=False)
+        rows = torch.empty_like(table.weight, device="cpu", pin_memory=device.type == "cuda")
+        table.weight = nn.Parameter(rows, requires_grad=False)
     return decoder
+
+
+def build_whole(spec: ModelSpec, dtype: str, trainer: TrainerConfig, rounding_seed: int | None = None) -> Decoder:
+    """The decoder of a trainer with one rank, on torch's meta device: what plans are made from.
+
+    Args:
+        dtype: model.dtype.
+        trainer, rounding_seed: As of build_decoder; options that say where things lie do not count.
+    """
+    whole = replace(
+        trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations=Activations.recompute
+    )
+    return build_decoder(spec, dtype=getattr(torch, dtype), device="meta", trainer=whole, rounding_seed=rounding_seed)
 
 
 def _name_merged_parameters(decoder: Decoder, seed: int) -> None:

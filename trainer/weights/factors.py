@@ -6,14 +6,11 @@ names (weight_sync/merging/factors.py). Nothing communicates.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-
-import torch
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.schema import Activations, TrainerConfig
+from slipstream.conf.schema import TrainerConfig
 from slipstream.trainer.errors import LayoutError
-from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.build_decoder import build_whole
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.parallel import local_part
 from slipstream.trainer.weights.row_runs import LoraDelta
@@ -29,11 +26,7 @@ def planned_merges(spec: ModelSpec, dtype: str, trainer: TrainerConfig, seed: in
         spec, dtype, trainer: What is trained, in model.dtype, and how.
         seed: run.seed, of which thresholds depend; None: merged values are rounded to nearest.
     """
-    whole = replace(
-        trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations=Activations.recompute
-    )
-    decoder = build_decoder(spec, dtype=getattr(torch, dtype), device="meta", trainer=whole, rounding_seed=seed)
-    return merges_of(decoder)
+    return merges_of(build_whole(spec, dtype, trainer, seed))
 
 
 def merges_of(decoder: Decoder) -> tuple[Merge, ...]:
