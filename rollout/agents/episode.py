@@ -87,7 +87,7 @@ class Answer:
 
     @property
     def tokens(self) -> list[str]:
-        """Text of each sampled token. Only log-probabilities are told by token: other answers do not decode so often."""
+        """Text of each sampled token. Decoding them one by one is slow, and only log-probabilities need it."""
         return [self.decode([token]) for token in self.sampled.token_ids]
 
 

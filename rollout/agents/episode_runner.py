@@ -20,6 +20,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 from slipstream.conf.failures import in_words, outcome_when_done
 from slipstream.conf.functions import keep_copy
@@ -116,6 +117,8 @@ class EpisodeRunner:
         self._log_path = log_path
         self._kept: KeptProcess | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._lost: EngineDied | None = None
+        """Why the service is not listened to any more."""
         self._generate: Generate | None = None
         self._numbers = itertools.count()
         self._open: dict[int, _Open] = {}
@@ -163,6 +166,8 @@ class EpisodeRunner:
             Exception: What `generate` raised: no engine is left.
             EngineDied: The service is gone.
         """
+        if self._lost is not None:
+            raise self._lost
         sampling = sampling or self._config.rollout.sampling
         seeds = [None if sampling.seed is None else sampling.seed + index for index in range(n)]
         numbers = [self._begin(prompt, replace(sampling, seed=seed)) for seed in seeds]
@@ -218,31 +223,35 @@ class EpisodeRunner:
             self._kept.channel.send(message)
 
     async def _listen(self, channel: Channel) -> None:
-        """Do what the service asks for, until it is gone."""
-        try:
-            while True:
-                message = await channel.receive()
-                match message:
-                    case ["generate", request, episode, parent, token_ids, max_tokens]:
-                        if episode in self._open:
-                            work = self._sample(request, self._open[episode], parent, token_ids, max_tokens)
-                            task = self._requests[request] = asyncio.create_task(work)
-                            task.add_done_callback(lambda _, request=request: self._requests.pop(request, None))
-                    case ["drop", request]:
-                        if request in self._requests:
-                            self._requests[request].cancel()
-                    case ["told", text]:
-                        logger.warning("%s", text)
-                    case ["ended", number, said]:
-                        if number in self._open:
-                            self._finish(self._open[number], said)
-                    case _:
-                        raise AssertionError(f"the service said {message!r:.100}")
-        except Disconnected:
-            error = EngineDied("the process of the agents (endpoint and conversations) is gone; see agents.log")
-            for episode in self._open.values():
-                if not episode.ended.done():
-                    episode.ended.set_exception(error)
+        """Do what the service asks for, until it is gone. From then on nobody ends an episode: those that go on fail,
+        and so does each that would begin."""
+        end = await outcome_when_done(self._obey(channel))
+        how = "is gone" if isinstance(end, Disconnected) else f"is not understood ({in_words(end)})"
+        self._lost = EngineDied(f"the process of the agents (endpoint and conversations) {how}; see agents.log")
+        for episode in self._open.values():
+            if not episode.ended.done():
+                episode.ended.set_exception(self._lost)
+
+    async def _obey(self, channel: Channel) -> NoReturn:
+        """Raises: Disconnected."""
+        while True:
+            message = await channel.receive()
+            match message:
+                case ["generate", request, episode, parent, token_ids, max_tokens]:
+                    if episode in self._open:
+                        work = self._sample(request, self._open[episode], parent, token_ids, max_tokens)
+                        task = self._requests[request] = asyncio.create_task(work)
+                        task.add_done_callback(lambda _, request=request: self._requests.pop(request, None))
+                case ["drop", request]:
+                    if request in self._requests:
+                        self._requests[request].cancel()
+                case ["told", text]:
+                    logger.warning("%s", text)
+                case ["ended", number, said]:
+                    if number in self._open:
+                        self._finish(self._open[number], said)
+                case _:
+                    raise AssertionError(f"the service said {message!r:.100}")
 
     async def _sample(
         self, request: int, episode: _Open, parent: int | None, given: list[int], max_tokens: int

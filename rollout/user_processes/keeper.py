@@ -24,7 +24,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REAP_S = 1
-"""How often ended orphans are reaped while the reward runs."""
+"""How often ended orphans are reaped while the process runs."""
 MAX_ROUNDS = 100
 """Rounds of stopping; in each one fewer processes are left that could start others."""
 RETRY_S = 0.01
@@ -39,7 +39,7 @@ def keep(fd: int, max_log_bytes: int, command: list[str]) -> int:
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
     output, theirs = os.pipe()
-    reward = subprocess.Popen(
+    process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=theirs,
@@ -53,23 +53,23 @@ def keep(fd: int, max_log_bytes: int, command: list[str]) -> int:
     os.set_blocking(output, False)
     log = CappedLog(1, max_log_bytes)
     poller = select.poll()
-    for watched in (0, os.pidfd_open(reward.pid), output):
+    for watched in (0, os.pidfd_open(process.pid), output):
         poller.register(watched, select.POLLIN)
-    while reward.returncode is None:
+    while process.returncode is None:
         ready = {fd for fd, _ in poller.poll(REAP_S * 1000)}
         if output in ready and not log.copy(output):
             poller.unregister(output)
-        _reap(reward)
+        _reap(process)
         if 0 in ready:
             break
-    end_children(reward)
+    end_children(process)
     while log.copy(output):
         pass
-    status = reward.returncode or 0
+    status = process.returncode or 0
     return status if status >= 0 else 128 - status
 
 
-def end_children(reward: subprocess.Popen[bytes]) -> None:
+def end_children(process: subprocess.Popen[bytes]) -> None:
     """Stop all descendants, then SIGKILL every child, take over their children, and so on, until only processes of
     another user are left.
 
@@ -86,7 +86,7 @@ def end_children(reward: subprocess.Popen[bytes]) -> None:
         seen |= new
         if not new:
             break
-    while _reap(reward):
+    while _reap(process):
         can_end = False
         for child in [pid for pid, parent in _parents().items() if parent == os.getpid()]:
             with contextlib.suppress(PermissionError):  # it runs as another user, as under sudo
@@ -97,12 +97,12 @@ def end_children(reward: subprocess.Popen[bytes]) -> None:
         time.sleep(RETRY_S)
 
 
-def _reap(reward: subprocess.Popen[bytes]) -> bool:
+def _reap(process: subprocess.Popen[bytes]) -> bool:
     """Wait for all children that have ended. False: no child is left."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == reward.pid:
-                reward.returncode = os.waitstatus_to_exitcode(ended[1])
+            if ended[0] == process.pid:
+                process.returncode = os.waitstatus_to_exitcode(ended[1])
     except ChildProcessError:
         return False
     return True
@@ -164,7 +164,7 @@ class CappedLog:
         if data and room > 0:
             if len(data) > room:
                 data = data[:room] + b"\n[cut here: this file has reached its %d bytes]\n" % self._max_bytes
-            with contextlib.suppress(OSError):  # on a full disk the output is lost, but the reward goes on
+            with contextlib.suppress(OSError):  # on a full disk the output is lost, but the process goes on
                 os.write(self._fd, data)
         return bool(data)
 

@@ -337,10 +337,28 @@ async def test_an_agent_process_that_is_lost_is_replaced_and_a_lost_service_ends
         service.kill()
         with pytest.raises(EngineDied, match=r"agents\.log"):
             await group
+        with pytest.raises(EngineDied, match=r"agents\.log"):
+            await play(runner, "wait")
     assert {what: (episode.rollout.failure, episode.reward) for what, episode in lost.items()} == {
         "exit": ("died", None), "block": ("blocked", None), "garbage": ("died", None)
     }  # fmt: skip
     assert [(episode.rollout.failure, episode.reward) for episode in fine] == [("", 0.5)] * 3
+
+
+async def test_a_service_that_is_not_understood_leaves_nobody_waiting(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    class Odd:
+        async def receive(self) -> list[str]:
+            return ["nonsense"]
+
+    channel: Any = Odd()
+    runner = EpisodeRunner(config("behave"), tmp_path, log_path=None)
+    group = asyncio.create_task(runner.run_group(PROMPT, 2))
+    await asyncio.sleep(0)
+    await runner._listen(channel)
+    with pytest.raises(EngineDied, match="nonsense"):
+        await group
 
 
 async def test_limits_on_tokens_are_kept_whatever_the_agent_asks_for(
