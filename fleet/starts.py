@@ -27,7 +27,7 @@ from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import Replica, ReplicaState, RolloutHandle
 from slipstream.fleet.roster import Roster
 from slipstream.fleet.waiting import wait_for
-from slipstream.weight_sync.replica.recovery import Offer
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 logger = logging.getLogger(__name__)
 NUM_READS = 2
@@ -185,16 +185,10 @@ class Starts:
             return "no other worker serves, from which it could read"
         peer = min(peers, key=lambda other: (other.num_missed, other.num_in_flight))
         num_publishes = self._roster.num_publishes
-        try:
-            offers = await self.call(peer, "offer", peer.worker.offer())
-            pulled = await self.call(replica, "pull", replica.worker.pull(offers))
-            facts = {"bytes": pulled.num_bytes, "read_s": pulled.read_s, "verify_s": pulled.verify_s}
-            self._roster.note(replica, FleetEvent.read, peer=peer.process, version=offers[-1].version, **facts)
-            is_current = not peer.num_missed and await self.call(peer, "offer", peer.worker.offer()) == offers
-            if is_current:
-                await self.call(replica, "adopt", replica.worker.adopt(offers[-1].version, offers[-1].epoch))
-        except Exception as error:  # noqa: BLE001 - the boundary to two other processes
-            return f"reading from {peer.process} failed with {type(error).__name__}: {error}"
+        read = await outcome_when_done(self._read(replica, peer))
+        if isinstance(read, Exception):
+            return f"reading from {peer.process} failed with {in_words(read)}"
+        offers, pulled, is_current = read
         async with self._roster.changed:  # so that no publish begins between this check and `_serve`
             if left.is_set():
                 return ""
@@ -211,6 +205,17 @@ class Starts:
         )  # fmt: skip
         await self._release(replica, peer, offers)
         return ""
+
+    async def _read(self, replica: Replica, peer: Replica) -> tuple[list[Offer], Pulled, bool]:
+        """What the peer offered, what was read of it, and whether it was adopted: not if the peer has moved on."""
+        offers = await self.call(peer, "offer", peer.worker.offer())
+        pulled = await self.call(replica, "pull", replica.worker.pull(offers))
+        facts = {"bytes": pulled.num_bytes, "read_s": pulled.read_s, "verify_s": pulled.verify_s}
+        self._roster.note(replica, FleetEvent.read, peer=peer.process, version=offers[-1].version, **facts)
+        is_current = not peer.num_missed and await self.call(peer, "offer", peer.worker.offer()) == offers
+        if is_current:
+            await self.call(replica, "adopt", replica.worker.adopt(offers[-1].version, offers[-1].epoch))
+        return offers, pulled, is_current
 
     async def _wait_for_publish(self, replica: Replica, why: str) -> None:
         left = replica.left
