@@ -3,6 +3,7 @@
     SlipstreamError
       RolloutError
         DataError(ValueError)              a prompt file that cannot be read; names the file and the line
+          RowTooLong                       a row with more tokens than an option allows
         TokenizerError(ValueError)         a file that is no tokenizer
         TemplateRefused(ValueError)        a chat template refuses messages; its own words
         RewardError(ConfigError)           a reward that cannot be imported or set up
@@ -13,8 +14,8 @@
           SlotsBusy                        requests of older versions read every adapter slot
         ReplicaNotServing(ReplicaDirty)    asked to sample while the weights are not of one committed version
 
-The user can repair what raises DataError and RewardError: the message says what to change. Each class is built from one
-message, so that it unpickles on the other side of a Ray call.
+The user can repair what raises DataError, RewardError and AgentError: the message says what to change. Each class is
+built from one message, so that it unpickles on the other side of a Ray call.
 """
 
 from slipstream.conf.errors import ConfigError, SlipstreamError, named_error

@@ -81,7 +81,7 @@ class RoutingShape:
     num_experts: int
 
     @property
-    def dtype(self) -> type[np.unsignedinteger[Any] | np.signedinteger[Any]]:
+    def dtype(self) -> type[np.uint8 | np.int16]:
         """The narrowest that torch has for these experts."""
         return np.uint8 if self.num_experts <= 256 else np.int16
 

@@ -31,7 +31,7 @@ from slipstream.rollout.continuation import go_on_together
 from slipstream.rollout.engine.engine import EngineWithSlots, is_gone
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, TokenizerError
 from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
-from slipstream.rollout.text.plain_text import load_tokenizer
+from slipstream.rollout.text.plain_text import TOKENIZER_FILE, load_tokenizer
 from slipstream.rollout.types import (
     ABORTED,
     NOTHING_YET,
@@ -77,7 +77,7 @@ class RolloutWorker:
         make_engine: Callable[..., EngineWithSlots],
     ) -> None:
         folder, config, dtype, device = options.folder, options.config, options.dtype, options.device
-        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        self._tokenizer = _read_tokenizer(folder)
         self._sampling = config.sampling
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in options.tensors]
         self._layouts = ExpectedLayouts(
@@ -317,9 +317,9 @@ class RolloutWorker:
         return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def _read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a model folder. Without one, rewards would judge empty texts."""
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    """Without one, rewards would judge empty texts."""
     try:
-        return load_tokenizer(file.parent)
+        return load_tokenizer(folder)
     except TokenizerError as e:
-        raise EngineError(f"no response can be made text: {file} cannot be read: {e}") from e
+        raise EngineError(f"no response can be made text: {folder / TOKENIZER_FILE} cannot be read: {e}") from e

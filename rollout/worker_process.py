@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.schema import Device, RolloutConfig
@@ -125,7 +125,7 @@ def _death(process: BaseProcess, report: Path | None) -> EngineDied:
     return EngineDied(f"process {process.pid} of the rollout worker {how}")
 
 
-def _start(arguments: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
+def _start(arguments: tuple[object, ...]) -> tuple[BaseProcess, Connection]:
     """In a thread: waits until the fork server has imported vLLM."""
     context: fork_server.ForkContext | SpawnContext = fork_server.ForkContext()
     if why := fork_server.why_not():

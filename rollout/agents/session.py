@@ -15,7 +15,6 @@ to the same endpoint. Owns no rule: limits are the endpoint's.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -72,7 +71,7 @@ class Session:
         self._client = client
 
     async def chat(
-        self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] | None = None, **options: Any
+        self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] | None = None, **options: object
     ) -> ChatReply:
         """Send the whole conversation, get the next answer.
 
@@ -89,7 +88,7 @@ class Session:
         choice = (await self._post("/chat/completions", body))["choices"][0]
         return ChatReply(choice["message"], choice["finish_reason"])
 
-    async def complete(self, prompt: str | Sequence[int], **options: Any) -> ChatReply:
+    async def complete(self, prompt: str | Sequence[int], **options: object) -> ChatReply:
         """The same for a plain prompt, text or token ids. Raises: as chat()."""
         choice = (await self._post("/completions", {"prompt": prompt, **options}))["choices"][0]
         return ChatReply({"role": "assistant", "content": choice["text"]}, choice["finish_reason"])

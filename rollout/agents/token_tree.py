@@ -21,7 +21,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from slipstream.conf.json_files import JsonMapping
 from slipstream.rollout.branches import context_of
@@ -255,14 +255,14 @@ def _canonical(message: Message) -> str:
     return json.dumps(kept, sort_keys=True, default=str)
 
 
-def _call(call: Any) -> Any:
+def _call(call: object) -> object:
     """What a tool call says, its arguments as a value where they are one."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         return call
     arguments = function.get("arguments")
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        arguments = json.loads(arguments)  # pyright: ignore[reportArgumentType]
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
     return [call.get("id"), function.get("name"), arguments]
 
 

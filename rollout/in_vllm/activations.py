@@ -44,7 +44,7 @@ class ActivationRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self._recorded: dict[str, list[Tensor]] = {}
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Callable[[], object]] = []
         layers = {int(found[1]): module for name, module in model.named_modules() if (found := LAYER.search(name))}
         for number, layer in layers.items():
             self._watch_layer(f"layers.{number}.", layer)

@@ -24,7 +24,7 @@ checkpoint, at an unchanged address.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,7 +272,7 @@ def _prepack_in_place(weight: Tensor, *, isa: str) -> None:
     weight.copy_(vllm._custom_ops.cpu_prepack_moe_weight(weight, isa))
 
 
-def _reordered(name: str, method: Any, kernels: str) -> UnsupportedWeights:
+def _reordered(name: str, method: object, kernels: str) -> UnsupportedWeights:
     return UnsupportedWeights(
         f"{name}: under {type(method).__name__} the {kernels} kernels reorder expert weights after loading; only "
         f"{', '.join(IDENTITY_EXPERTS)} (moe_backend=triton) and the CPU kernels for 16-bit and 32-bit weights can be "
@@ -308,7 +308,7 @@ def _derive_again(module: Any, act_dtype: torch.dtype) -> None:
             setattr(module, leaf, place)
 
 
-def _are_views(tensors: Any, params: Any) -> bool:
+def _are_views(tensors: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
     """Whether all `tensors` lie in the memory of parameters."""
     storages = {param.untyped_storage().data_ptr() for param in params}
     return all(tensor.untyped_storage().data_ptr() in storages for tensor in tensors)

@@ -25,7 +25,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -338,7 +338,7 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _step(name: str) -> Any:
+def _step(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:

@@ -64,14 +64,14 @@ def send_report(address: str, key: bytes, report: RankReport, *, timeout_s: floa
         zmq.ZMQError: The address is not valid.
     """
     context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.LINGER, int(timeout_s * 1000))
-    connect_guarded(socket, key)
+    sending = context.socket(zmq.PUSH)
+    sending.setsockopt(zmq.LINGER, int(timeout_s * 1000))
+    connect_guarded(sending, key)
     try:
-        socket.connect(address)
-        socket.send_multipart(frames_of(pack(report)))
+        sending.connect(address)
+        sending.send_multipart(frames_of(pack(report)))
     finally:
-        socket.close()
+        sending.close()
         context.term()
 
 

@@ -39,9 +39,7 @@ def serve(set_up: Callable[[Any], tuple[Answer, list[object]]], *, tells_alive: 
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     with contextlib.suppress(Disconnected), asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        _serve(
-            runner.get_loop(), connection, set_up, tells_alive
-        )  # at whose end coroutines are cancelled, and clean up
+        _serve(runner.get_loop(), connection, set_up, tells_alive)  # the runner then cancels coroutines, which clean up
 
 
 def _serve(
