@@ -1,8 +1,9 @@
 """One rollout worker as the controller's process sees it: its calls, its state, and what is noted about it.
 
 Owns: the facts about a worker, and the notes, also those of a publish and of a return. Does not own: its calls
-(rollout/worker_verbs.py), who changes a state and when (roster.py, supervisor.py, starts.py and scaling.py: nobody else
-writes here), who reads from whom in a publish (relay.py), or the worker behind the protocol (ray_handles.py).
+(rollout/worker_verbs.py), who changes a state and when (roster.py, supervisor.py, starts.py and scaling.py; router.py
+counts what is in flight, and nobody else writes here), who reads from whom in a publish (relay.py), or the worker
+behind the protocol (orchestrator/cluster/ray_handles.py).
 """
 
 import asyncio
@@ -33,11 +34,11 @@ class RolloutHandle(RolloutVerbs, Protocol):
 
 
 _DEATH_TOLD_S = 3.0
-"""How long a worker on which a publish failed is asked whether it has died, of which Ray tells within a second."""
+"""A publish failed on a worker: how long it is asked whether it has died. Ray knows of a death within a second."""
 
 
 async def cause_of(worker: RolloutHandle, reason: str) -> str:
-    """How a worker died on which a publish failed, if it did, and then what the trainer noticed of it, `reason`."""
+    """Why a publish failed on a worker: how the worker died, if it did, and `reason`: what the trainer noticed."""
     says = wait_for(worker.check(), f"{worker.name} to say whether it is alive", timeout_s=_DEATH_TOLD_S)
     death = await outcome_when_done(says)
     if death is None or isinstance(death, WaitTimeout) or str(death) in reason:
@@ -91,7 +92,7 @@ class Replica:
     is_held: bool = False
     """Takes part in the publish under way."""
     links: dict[str, list[Offer]] = field(default_factory=dict[str, "list[Offer]"])
-    """Peer -> what this replica read there in a publish (weight_sync.relay), over a link that is still open."""
+    """Peer -> what this replica read there in a publish (relay.py), over a link that is still open."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it fails, so that groups in flight on it are given up at once."""
 

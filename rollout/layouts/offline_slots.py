@@ -36,7 +36,7 @@ def offline_slots(
     """The layout of one slot, for every engine rank.
 
     Args:
-        tensors: Factors, as trainer.adapter_names.adapter_tensors lists them.
+        tensors: Factors, as trainer.weights.adapter_names.adapter_tensors lists them.
         num_kv_heads: The model's key/value heads; if there are fewer than tp_size, ranks share them.
 
     Raises:

@@ -8,7 +8,8 @@
 Fresh memory is what makes a copy slow: a host gives it page by page, and a GPU's driver copies twice where it is not
 page-locked. 20 GB of Qwen3-30B-A3B's state took 17 s.
 
-Owns the memory, which stays. Does not own: what is copied, and that nobody reads earlier copies any more (rank.py).
+Owns the memory, which stays. Does not own: what is copied, and that nobody reads earlier copies any more
+(rank_states.py).
 """
 
 import torch
@@ -24,7 +25,7 @@ class HostCopies:
         self._device, self._chunk_bytes = device, chunk_bytes
         self._chunks: list[Tensor] = []
         self._used: list[int] = []
-        """Bytes of each chunk."""
+        """How many bytes of each chunk copies have."""
 
     def prepare(self, num_bytes: int) -> None:
         """Take memory for tensors of so many bytes in all, where there is not as much yet."""

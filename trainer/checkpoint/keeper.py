@@ -3,10 +3,10 @@
     rank r       --hold(r, number, parts)-->  Keeper     after a step, beside what follows it
     rank r anew  <--give(r, number)---------  Keeper     after a rank has died
 
-States are counted. A keeper has room for two of a rank: the newest whole one, and the one that comes in over the older
-one. A rank sends a state only after all ranks' states before it are whole (rank.py), so there is always a number that
-every rank has. A rank that was given up, since its node was out of reach, may come back when all ranks live anew, and
-send what it had begun to: lives are counted, and of an earlier one nothing is held any more.
+States are numbered. A keeper has room for two states of a rank: the newest whole one, and the one that arrives, which
+overwrites an older one. A rank sends a state only when the states before it are whole for all ranks (rank_states.py).
+So there is always a number that every rank has. A rank that was given up, since its node was out of reach, may come
+back when all ranks live anew, and send what it had begun to: lives are counted, and of an earlier one nothing is held.
 
 Owns: the memory, and the connections, one for each state that goes either way. Does not own what the bytes mean
 (rank_state.py), when they are sent (kept_states.py), or where keepers are (orchestrator/cluster/keepers.py). Needs no

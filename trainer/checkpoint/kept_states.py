@@ -7,7 +7,7 @@
 A copy holds up the step, by what a GPU's bus takes. So a state is left out where copying would take more than a
 twentieth of the time, and while the one before it is on its way.
 
-Owns: the copies and the thread. Does not own: the keepers (keeper.py), what a state holds (rank.py), its bytes
+Owns: the copies and the thread. Does not own: the keepers (keeper.py), what a state holds (rank_states.py), its bytes
 (rank_state.py).
 """
 

@@ -1,7 +1,7 @@
 """One rank's training state as bytes: what an exact resume needs, and a refusal to resume anything else.
 
 Owns the files `rank-<n>.safetensors` and `rank-<n>.json` of a state folder, and the same in memory: a safetensors file
-with the JSON in its metadata. Does not own which tensors go in (rank.py), the folder's atomicity and retention
+with the JSON in its metadata. Does not own which tensors go in (rank_states.py), the folder's atomicity and retention
 (orchestrator/checkpoints/run_checkpoint.py), nor where a state in memory is kept (keeper.py).
 
 Invariant: only the same rank of the same layout reads a state, and any difference raises before anything is changed.

@@ -6,7 +6,7 @@
                        A and B alone                    their adapter endpoints, every version
 
 Owns: which source is published where, and when the base is sent. Does not own the sources (merged_source.py,
-adapter_source.py), the protocol (publisher.py), or the version (rank.py). Invariant: the two publishers of
+adapter_source.py), the protocol (publisher.py), or the version (learner.py). Invariant: the two publishers of
 adapter mode share one watermark, so one holds memory at a time.
 """
 

@@ -1,7 +1,8 @@
 """Weights as engines hold them: what a publish would write there now, for the trainer's own use.
 
-Owns nothing that is kept: every call merges anew, into memory that ends with its use. Invariant: the bits are those of
-`trainer.delivery.merged_source`, because both merge with `trainer.weights.merge` and round once, to the compute dtype.
+Keeps nothing: every call merges anew, into memory that is freed after use. Invariant: the bits are those of
+`trainer.delivery.merged_source`, because both merge with `weight_sync.merging.merge` and round once, to the compute
+dtype.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@
 n layers fit the room that there is (`HostPool.room_bytes`). While copies take longer than the layers' own work,
 the forward waits for them only after n layers more.
 
-Owns the copies, their order and the memory on both sides. Does not own which tensors a layer names (decoder.py).
+Owns the copies, their order and the memory on both sides. Does not own which tensors a layer names (layer.py).
 Invariants: the device holds the named tensors of at most 2 + n layers, and those of the last of the forward stay; bits
 do not change. All copies use one stream, so they run in the order in which they were asked for, and a chunk of
 host memory that returns to the pool can be written again at once. Each layer knows the one before it and nothing knows

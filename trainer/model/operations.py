@@ -6,7 +6,7 @@
     who computes         Forward: the trainer's kernels, merged weights, or the engine's kernels
     compared             comparison.py: one operation at a time, beside what an engine computed
 
-Owns the walk. Does not own which operations a layer has (layer.py, attention.py), nor any arithmetic (forward.py).
+Owns the walk. Does not own which operations a layer has (layer.py, attention/), nor any arithmetic (forward.py).
 Names are those of `rollout/in_vllm/activations.py`, without the number of the layer. Values are tensors of T packed
 tokens; of the other three below, an operation takes None where there is none.
 """

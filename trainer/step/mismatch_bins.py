@@ -9,7 +9,7 @@ from collections.abc import Sequence
 LOWEST_K3_EXPONENT = -16
 """A float32 log-probability is rounded to about 1e-7 of itself, which is a k3 of 1e-14: below 1e-16 is 0."""
 HIGHEST_K3_EXPONENT = 9
-"""k3 of the largest log-ratio that is told apart (loss.LOG_RATIO_BOUND) is 4.9e8."""
+"""k3 of the largest log-ratio that is told apart (corrections.LOG_RATIO_BOUND) is 4.9e8."""
 BINS_PER_DECADE = 16
 NUM_K3_BINS = (HIGHEST_K3_EXPONENT - LOWEST_K3_EXPONENT) * BINS_PER_DECADE
 POSITION_STARTS = (0, 16, 64, 256, 1024, 4096, 16384)

@@ -1,8 +1,8 @@
 """AdamW on this rank's shards: the schedule, the global gradient norm, clipping, and the refusal of non-finite steps.
 
 Owns the decision whether a step happens, and how large it is. Does not own the moments (adamw.py), the policy version
-(rank.py) nor where shards lie (parallel.py): it sees plain local tensors, each with the number of ranks that hold the
-same values.
+(learner.py) nor where shards lie (parallel.py): it sees plain local tensors, and for each the number of ranks that hold
+the same values.
 
 Invariants: all ranks take the same decision, because it depends only on one all-reduced pair of numbers. The norm
 counts each element of the model once, in any layout of dense parameters and experts. If the norm or a loss is not

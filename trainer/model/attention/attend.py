@@ -12,7 +12,7 @@ Owns the choice, which is made once per model and reported:
             there: a query never looks right, and padding is on the right.
 
 An engine's kernel may compute the values of cudnn, varlen and flex (engine_attention.py). Does not own projections,
-norms or RoPE (attention.py).
+norms or RoPE (grouped_queries.py, latent.py).
 
 Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim, B sequences, L
 longest sequence.
