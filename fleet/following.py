@@ -33,7 +33,7 @@ async def follow(roster: Roster, scaling: Scaling, *, patience_s: float, every_s
             served_at = time.monotonic()
         async with roster.changed:
             goes = any(one.state in (ReplicaState.gone, ReplicaState.leaving) for one in roster.replicas.values())
-            # Whether those that are out failed, or their machines left, two looks tell.
+            # Two looks tell whether those that are out failed, or their machines left.
             roster.awaits_room = time.monotonic() - served_at < (patience_s if goes else 3 * every_s)
             roster.changed.notify_all()
         refusal = await outcome_when_done(scaling.follow_once())  # Ray's: another run may have taken the room

@@ -31,7 +31,7 @@ class Roster:
         self.replicas = {one.name: one for one in map(_replica_of, range(len(workers)), workers)}
         """By name."""
         self.num_wanted = sum(worker is not None for worker in workers)
-        """Workers that were asked for last."""
+        """How many workers were asked for last."""
         self.recoveries: list[Recovery] = []
         """Every replica that came back, in order."""
         self.num_publishes = 0
@@ -71,7 +71,8 @@ class Roster:
 
     @property
     def in_words(self) -> str:
-        """How many workers serve, for people: "2 of 3 rollout workers serve". Those that a publish holds do, too."""
+        """How many workers serve, for people: "2 of 3 rollout workers serve". A worker that a publish holds counts as
+        serving."""
         num_there = self.count(ReplicaState.serving, ReplicaState.updating)
         return f"{num_there} of {counted(self.num_wanted, 'rollout worker')} serve"
 
@@ -136,14 +137,14 @@ class Roster:
             self._write(FleetRow(at, replica.place, replica.process, FleetEvent(name), facts))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do this beside everything else, until close()."""
+        """Run this in a task of its own, until close() cancels it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self) -> None:
-        """Give up what goes on beside."""
+        """Cancel whatever spawn() began."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -154,7 +155,7 @@ class Roster:
 
 
 def _replica_of(place: int, worker: RolloutHandle | None) -> Replica:
-    """With the name that the worker had first."""
+    """A worker, under the name that its first process had."""
     if worker is None:
         return Replica(f"rollout-{place}", place, None, ReplicaState.gone)
     return Replica(worker.name.partition(".")[0], place, worker)

@@ -3,13 +3,13 @@ a notice to its machine, machines that come and leave.
 
     any state --told to go--> leaving --others have its requests, its process has ended--> gone --asked for--> starting
 
-Owns: how many workers are wanted, which ones go, in which order one goes, and on which machine one starts that comes by
-itself. Does not own: when machines are looked at (following.py), how one that comes is
-started and filled (starts.py: as one that failed, under a name and in a place of its own; the trainer meets it at the
-next publish), nor how the responses of one that goes are sampled to their end (router.py).
-Of a range MIN..MAX, so many are wanted as machines have room for, and at most as many as were asked for last.
-Invariant: one that goes takes no request and no publish any more. It returns every response under way as it stands. The
-last one is started again: without it nobody would sample.
+Owns: how many workers are wanted, which ones leave, the steps in which one leaves, and on which machine a worker starts
+that no command asked for. Does not own: when machines are looked at (following.py), how a new worker is started and
+filled (starts.py treats it like one that failed, under a name and in a place of its own; the trainer meets it at the
+next publish), nor who finishes the responses of one that leaves (router.py). With a range MIN..MAX, a run wants as many
+workers as machines have room for, but no more than were asked for last.
+Invariant: a worker that leaves takes no further request and no further publish. It returns every response under way as
+it stands. The last worker is started again: without it nobody would sample.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ class Room:
     free: Mapping[str, int]
     """Machine -> how many further workers it has room for."""
     reserved: Mapping[str, str]
-    """Worker -> the machine where its room is reserved. Not in it: it has none, or its machine has left."""
+    """Worker -> the machine where its room is reserved. A worker that is missing here has no room, or its machine has
+    left."""
 
 
 MakeRoom = Callable[[Mapping[str, str | None]], Awaitable[None]]
@@ -73,9 +74,9 @@ class Scaling:
         self._most = roster.num_wanted if bounds is None else bounds[1]
         """The number that was asked for last, within the range."""
         self._shunned: set[str] = set()
-        """Machines whose workers were told to go: none starts there by itself."""
+        """Machines whose workers were told to go: a worker starts there only by command."""
         self._taken: set[str] = set()
-        """Those of them that will be taken away: none starts there."""
+        """Those of them that will be taken away: no worker starts there at all."""
         self._seen_lost: set[str] = set()
         """Workers that had no place at the last look, and wait for one to start."""
 
@@ -177,7 +178,7 @@ class Scaling:
         self._count_wanted()
 
     def _count_wanted(self) -> None:
-        """In a range, those that machines have room for."""
+        """With a range, want as many workers as there are, and those that are out."""
         if self._bounds is not None:
             num_out = self._roster.count(ReplicaState.out)
             self._roster.num_wanted = num_out + sum(one.is_wanted for one in self._roster.replicas.values())

@@ -42,16 +42,16 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def report_crashes(report: Path) -> None:
-    """From here on, let this process leave its report there; `report` has no ending. One of an earlier process of that
-    name is kept beside it. A library that is loaded later may put its own handlers first: call it again then.
+    """Let this process write its report there when it dies; `report` has no suffix. The report of an earlier process of
+    that name is kept beside it. Call it again after a library is loaded that puts its own handlers first.
     """
     os.environ[PARENT_VARIABLE] = str(report)
     _report_to(_file_of(report))
 
 
 def report_beside_parent() -> None:
-    """The same for a process that such a one has started through multiprocessing; its name is the parent's and its own.
-    Does nothing elsewhere.
+    """The same for a process that multiprocessing started for one that reports; the file has the names of both. Does
+    nothing in any other process.
     """
     if parent := os.environ.get(PARENT_VARIABLE):
         _report_to(_file_of(Path(f"{parent}-{multiprocessing.current_process().name}")))
@@ -72,7 +72,7 @@ def _report_to(path: Path) -> None:
 
 @contextlib.contextmanager
 def command_reports_crashes(folder: Path) -> Generator[None]:
-    """The same for a run's command while the block runs, at whose end all processes of the run have ended."""
+    """The same for a run's command while the block runs. When the block ends, all processes of the run have ended."""
     report_crashes(folder / COMMAND)
     try:
         yield

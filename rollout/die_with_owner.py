@@ -17,7 +17,7 @@ from collections.abc import Sequence
 OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"
 """Environment variable that tells an engine's processes the pid of their owner; not an option."""
 _watches: set[tuple[int, int]] = set()
-"""(process, owner) of which the first ends with the second; a forked process has its parent's, too."""
+"""Pairs (process, owner): the process ends with its owner. A forked process also has its parent's pairs."""
 
 
 def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:

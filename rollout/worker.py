@@ -62,7 +62,8 @@ class RolloutWorker:
     Args:
         seed: Seed of this worker's sampling; another one for every worker.
         host: Address at which trainer ranks reach this worker.
-        make_engine: Makes the engine, which is called with folder, config and the options of an engine among these.
+        make_engine: Makes the engine. It is called with the folder, the config, and those of `options` that are an
+            engine's.
 
     Raises:
         EngineError: The folder has no tokenizer.json, or it is damaged.

@@ -126,7 +126,7 @@ def _death(process: BaseProcess, report: Path | None) -> EngineDied:
 
 
 def _start(arguments: tuple[object, ...]) -> tuple[BaseProcess, Connection]:
-    """In a thread: waits until the fork server has imported vLLM."""
+    """Start the process. Call it in a thread: it waits until the fork server has imported vLLM."""
     context: fork_server.ForkContext | SpawnContext = fork_server.ForkContext()
     if why := fork_server.why_not():
         logger.warning("no fork server (%s): the rollout worker and its engine import vLLM themselves", why)
@@ -143,7 +143,7 @@ def _start(arguments: tuple[object, ...]) -> tuple[BaseProcess, Connection]:
 def _work(
     connection: Connection, owner_pid: int, options: WorkerOptions, seed: int, host: str, name: str, report: Path | None
 ) -> None:
-    """In the worker's process."""
+    """Runs in the worker's process."""
     from setproctitle import setproctitle
 
     setproctitle(f"slipstream::{name}")
@@ -157,9 +157,9 @@ def _work(
 
 
 def _be_forked(worker_pid: int, connection: Connection) -> None:
-    """In what the worker's process forks, its engine's: end with the worker from now on. Until vLLM imports what else
-    sees to that (in_vllm/engine_process.py), the engine's process waits minutes for a worker that is gone, and holds
-    its sockets. A signal to it is none to the worker, whose event loop it would reach.
+    """Runs in the process that the worker forks for its engine, which ends with the worker from now on.
+    in_vllm/engine_process.py sees to that once vLLM imports it; until then the engine's process would wait minutes for
+    a worker that is gone, and hold its sockets. A signal to this process must not reach the worker's event loop.
     """
     connection.close()
     end_with(worker_pid)

@@ -90,7 +90,8 @@ class RankStates:
             self._writes.begin(partial(gathered.write, adapter))
 
     def has_written(self) -> bool:
-        """Whether this rank's files of begin_checkpoint() are there. Raises what kept one from it, once."""
+        """Whether begin_checkpoint() has written this rank's files. If one could not be written, this raises why,
+        once."""
         return self._writes.are_done()
 
     def save_state(self, folder: str | Path) -> None:
@@ -142,9 +143,14 @@ class RankStates:
         return None if self._learner.is_in_a_step else self._learner.policy_version
 
     def load_kept(self, keeper: Address, number: int, taken: memoryview | None = None) -> None:
-        """Continue from a state that keep() sent; `taken`: it is here already. Raises as load_state(), and:
+        """Continue from a state that keep() sent.
 
-        OSError: the keeper does not give it.
+        Args:
+            taken: The state, if it is here already.
+
+        Raises:
+            OSError: The keeper does not give it.
+            TrainerError: As load_state() does.
         """
         data = take(keeper, self._options.sync_key, self._rank, number) if taken is None else taken
         self._restore("state in memory", partial(read_rank_state_parts, data))

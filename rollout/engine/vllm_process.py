@@ -102,8 +102,8 @@ def make_llm(arguments: JsonObject) -> AsyncLLM:
 
 
 def by_methods(methods: Sequence[str], make: Callable[[], T], *, afterwards: str | None) -> T:
-    """An engine whose processes are made by the first of these methods that works, and by the last whatever it raises.
-    METHOD_VARIABLE holds `afterwards` then; on CPUs vLLM has set spawn.
+    """Make an engine, by the first of these methods of starting its processes that works; what the last one raises is
+    raised. Then set METHOD_VARIABLE to `afterwards`: on CPUs vLLM has set it to spawn.
     """
     try:
         for method in methods[:-1]:
@@ -223,8 +223,9 @@ class VllmProcess:
         return self.llm
 
     def check(self) -> None:
-        """Raise EngineDied if one of the engine's processes has ended, or a call was left unanswered. One that a signal
-        ends may hang in a handler of a library after ours: its report, the same at two looks, is its end."""
+        """Raise EngineDied if one of the engine's processes has ended, or a call was left unanswered. A process that a
+        signal ends may hang in a library's handler, after ours has written its report: if two looks find the same
+        report, it has ended."""
         if self.llm is not None:
             before, self._reported = self._reported, death_of_a_child()
             is_reported = bool(before) and before == self._reported

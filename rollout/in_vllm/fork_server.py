@@ -207,7 +207,7 @@ def why_not() -> str:
 
 
 def _look(variables: Mapping[str, str], sender: Connection) -> None:
-    """In a forked process: send what why_not() is to say."""
+    """Runs in a forked process: sends what why_not() is to say."""
     preload = sys.modules.get(PRELOAD)
     if preload is None:
         sender.send("it has not imported vLLM")
@@ -270,6 +270,6 @@ class _Process(ForkServerProcess):
 
 
 class ForkContext(ForkServerContext):
-    """What processes are made in that the server forks."""
+    """The context of multiprocessing whose processes the server forks."""
 
     Process = _Process  # type: ignore[assignment]

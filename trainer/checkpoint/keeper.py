@@ -162,9 +162,7 @@ def take(address: Address, key: bytes, rank: int, number: int) -> memoryview:
 
 
 class Taking:
-    """take(), beside what the process does meanwhile: a rank that is started again imports and loads for longer than
-    its state takes.
-    """
+    """take() in a thread. A rank that is started again imports and loads meanwhile, for longer than its state takes."""
 
     def __init__(self, address: Address, key: bytes, rank: int, number: int) -> None:
         self._of = address, number

@@ -4,8 +4,8 @@
     readiness()           whether the state before is whole at the keepers, and long enough ago
     begin(number, state)  copy now, send in a thread
 
-A copy holds up the step, by what a GPU's bus takes. So a state is left out where copying would take more than a
-twentieth of the time, and while the one before it is on its way.
+Copying holds up the step for as long as the GPU's bus takes. So a state is skipped where copies would take more than a
+twentieth of the time, and while the state before it is still being sent.
 
 Owns: the copies and the thread. Does not own: the keepers (keeper.py), what a state holds (rank_states.py), its bytes
 (rank_state.py).
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 _PAUSE = 20.0
-"""From one copy to the next, in times that a copy takes."""
+"""Time between two copies, as a multiple of the time that a copy takes."""
 
 
 class KeptStates:

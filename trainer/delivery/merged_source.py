@@ -281,7 +281,8 @@ class TrainerWeightSource:
             self._scales.drop()
 
     def _added(self, held: HeldTensor, region: Region) -> Tensor:
-        """What engines get beyond the base as they would get it alone, of a rectangle in one row of blocks; float32."""
+        """What engines get of a rectangle, less what they would get of the base alone; float32. It lies in one row of
+        blocks."""
         parts = [replace(held.run(region), delta=delta) for delta in (held.delta, None)]
         is_quantized = held.tensor in self._quantized
         dtype = torch.float8_e4m3fn if is_quantized else self._decoder.dtype

@@ -81,7 +81,7 @@ class Forward:
         return replace(self, adapted=False)
 
     def norm(self, norm: RMSNorm, x: Tensor, wide: Tensor | None = None) -> Tensor:
-        """The norm of x, which is `wide`, rounded, if that is given. It has gradients, in any forward."""
+        """The norm of x. If `wide` is given, x is `wide` rounded. It has gradients in any forward."""
         return norm(x, wide)
 
     def add_norm(self, norm: RMSNorm, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:

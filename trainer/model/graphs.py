@@ -48,7 +48,7 @@ MOST_GRAPHS = 32
 MOST_SEEN = 1024
 """Sizes that are remembered. Those of long sequences hardly ever come again."""
 MARGIN = 1.05
-"""Memory that is left beside the pool, at least, as a multiple of what the fullest microbatch took."""
+"""The least memory to leave beside the pool, as a multiple of what the fullest microbatch took."""
 
 
 def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
@@ -341,7 +341,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def _no_routes(decoder: Decoder, token_ids_T: Tensor) -> RecordedRoutes:
-    """For a microbatch of this rank without any, where another rank's has some."""
+    """Empty ones, for a rank whose microbatch has no routes while another rank's has some."""
     moe = decoder.spec.moe
     assert moe is not None
     experts_TLK = token_ids_T.new_zeros(len(token_ids_T), sum(moe.layers), moe.top_k, dtype=torch.int16)

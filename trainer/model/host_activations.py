@@ -35,9 +35,9 @@ class HostPool:
     It grows to what the largest microbatch needs, and keeps that. Page-locking a GB takes a good part of a second.
 
     Args:
-        room_bytes: asked when a pass begins: memory on the device for layers that wait to be copied, and at last for
-            those that are not. It is what gradients will take that have no memory yet: a backward makes them layer by
-            layer, from the last layer on, and frees at each layer what was kept for it.
+        room_bytes: called when a pass begins. How much device memory may hold layers that wait to be copied, and in
+            the end the layers that are not copied. It is the memory of gradients that do not exist yet: a backward
+            makes them layer by layer, from the last layer on, and at each layer frees what was kept for it.
     """
 
     def __init__(self, device: torch.device, room_bytes: Callable[[], int]) -> None:

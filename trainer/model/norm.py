@@ -28,12 +28,13 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.fuses_sum = rounding is Rounding.once and not sums_alone
-        """The sum that it norms is not rounded before."""
+        """Whether it reads a sum before the sum is rounded."""
         self.eps, self.once, self.adds_one = eps, rounding is Rounding.once, adds_one
         self.weight = nn.Parameter(torch.empty(size, dtype=weight_dtype))
 
     def forward(self, x: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Same shape and dtype as x, which is `wide`, rounded, if that is given."""
+        """The norm, in x's shape and dtype. If `wide` is given, x is `wide` rounded, and a norm that rounds once reads
+        `wide`."""
         if self.adds_one:
             return self._plus_one(x.view_as(x), wide if self.once else None)
         return rms_norm(x, self.weight, self.eps, self.once, wide if self.once else None)

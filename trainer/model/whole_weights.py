@@ -44,13 +44,13 @@ class _Held:
 
     @property
     def values(self) -> DTensor:
-        """Those of `rows`."""
+        """What `rows` holds."""
         values = self.rows.data
         assert isinstance(values, DTensor)
         return values
 
     def add_gradient(self, local: Tensor) -> None:
-        """To that of this rank's rows."""
+        """Add it to the gradient of this rank's rows."""
         mesh, placements = self.values.device_mesh, self.values.placements
         gradient = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=self.rows.shape, stride=self.rows.stride()

@@ -37,7 +37,7 @@ class Learner:
 
     @property
     def progress(self) -> dict[str, int]:
-        """What a checkpoint counts."""
+        """The counters in a checkpoint."""
         return {"policy_version": self.policy_version, "num_updates": self._optimizer.num_updates}
 
     @property
