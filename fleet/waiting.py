@@ -83,15 +83,13 @@ async def all_started(starts: Iterable[Awaitable[T]], what: str, *, timeout_s: f
 
 async def in_abandoned_thread(call: Callable[[], T]) -> T:
     """Await a blocking call in a thread of its own. When the caller is cancelled, nothing waits for the thread any
-    more, not even the end of the process, which does wait for threads of asyncio.to_thread.
-    """
+    more, not even the end of the process, which does wait for threads of asyncio.to_thread."""
     return await asyncio.wrap_future(in_daemon_thread(call))
 
 
 async def finish_first(work: Awaitable[T], what: str, *, timeout_s: float) -> T:
     """Await work that should not be cut short. When the caller is cancelled, the work gets `timeout_s` to end before it
-    is cancelled, too. What it returns then is lost, and what it raises is logged.
-    """
+    is cancelled, too. What it returns then is lost, and what it raises is logged."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

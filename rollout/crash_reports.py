@@ -43,16 +43,14 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 def report_crashes(report: Path) -> None:
     """Let this process write its report there when it dies; `report` has no suffix. The report of an earlier process of
-    that name is kept beside it. Call it again after a library is loaded that puts its own handlers first.
-    """
+    that name is kept beside it. Call it again after a library is loaded that puts its own handlers first."""
     os.environ[PARENT_VARIABLE] = str(report)
     _report_to(_file_of(report))
 
 
 def report_beside_parent() -> None:
     """The same for a process that multiprocessing started for one that reports; the file has the names of both. Does
-    nothing in any other process.
-    """
+    nothing in any other process."""
     if parent := os.environ.get(PARENT_VARIABLE):
         _report_to(_file_of(Path(f"{parent}-{multiprocessing.current_process().name}")))
 

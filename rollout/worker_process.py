@@ -159,8 +159,7 @@ def _work(
 def _be_forked(worker_pid: int, connection: Connection) -> None:
     """Runs in the process that the worker forks for its engine, which ends with the worker from now on.
     in_vllm/engine_process.py sees to that once vLLM imports it; until then the engine's process would wait minutes for
-    a worker that is gone, and hold its sockets. A signal to this process must not reach the worker's event loop.
-    """
+    a worker that is gone, and hold its sockets. A signal to this process must not reach the worker's event loop."""
     connection.close()
     end_with(worker_pid)
     signal.set_wakeup_fd(-1)

@@ -26,12 +26,7 @@ import torch
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import (
-    MergeRounding,
-    Objective,
-    RemoteMerge,
-    TrainMode,
-)
+from slipstream.conf.schema import MergeRounding, Objective, RemoteMerge, TrainMode
 from slipstream.trainer.adapter_io import load_adapter
 from slipstream.trainer.delivery.delivery import Delivery
 from slipstream.trainer.engine_ops.choose_forward import choose_forward

@@ -244,8 +244,7 @@ def _digests(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
 
 def _canonical(message: Message) -> str:
     """The message as text, without empty fields, so that it is the same however a client writes it. Frameworks rewrite
-    answers, so that blanks around an answer, and spaces in a call's arguments, do not count either.
-    """
+    answers, so that blanks around an answer, and spaces in a call's arguments, do not count either."""
     content = message.get("content")
     fields = {**message}
     if message.get("role") == "assistant":

@@ -103,8 +103,7 @@ def make_llm(arguments: JsonObject) -> AsyncLLM:
 
 def by_methods(methods: Sequence[str], make: Callable[[], T], *, afterwards: str | None) -> T:
     """Make an engine, by the first of these methods of starting its processes that works; what the last one raises is
-    raised. Then set METHOD_VARIABLE to `afterwards`: on CPUs vLLM has set it to spawn.
-    """
+    raised. Then set METHOD_VARIABLE to `afterwards`: on CPUs vLLM has set it to spawn."""
     try:
         for method in methods[:-1]:
             os.environ[METHOD_VARIABLE] = method

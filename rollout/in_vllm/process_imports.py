@@ -45,8 +45,7 @@ def num_gpus() -> int:
 def forks_can_use_gpu() -> bool:
     """Whether a fork of this process can use its GPUs: not if a library has opened one here. Forks a process to find
     out. If that does not answer within ANSWER_TIMEOUT_S, forks cannot: it may wait for a lock that another thread held
-    when it was forked. True where there is no GPU.
-    """
+    when it was forked. True where there is no GPU."""
     if not num_gpus():
         return True
     process = multiprocessing.get_context("fork").Process(target=_exit_with_answer)

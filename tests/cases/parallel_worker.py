@@ -206,7 +206,7 @@ def files(folder: Path, ep_size: int, world_size: int, rank: int, hf_config: dic
     slices: dict[str, tuple[Region, Tensor]] = {}
     for held in local_shards(decoder):
         values = torch.empty(held.region.shape, dtype=held.base.dtype)
-        replace(held, delta=None).read(held.region, values, {})  # the base alone, in the checkpoint's layout
+        replace(held, delta=None).run(held.region).write(values, {})  # the base alone, in the checkpoint's layout
         slices[held.tensor] = (held.region, values)
     gathered = sharded_lora_a(decoder)
     gather_lora_a(decoder, gathered)

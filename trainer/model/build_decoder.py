@@ -97,12 +97,8 @@ def build_decoder(
 
 
 def build_whole(spec: ModelSpec, dtype: str, trainer: TrainerConfig, rounding_seed: int | None = None) -> Decoder:
-    """The decoder of a trainer with one rank, on torch's meta device: what plans are made from.
-
-    Args:
-        dtype: model.dtype.
-        trainer, rounding_seed: As of build_decoder; options that say where things lie do not count.
-    """
+    """The decoder of a trainer with one rank, on torch's meta device: what plans are made from. Options that say where
+    things lie do not count. `dtype` is model.dtype."""
     whole = replace(
         trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations=Activations.recompute
     )

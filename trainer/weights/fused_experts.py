@@ -114,10 +114,6 @@ class FusedTensor:
         start = (region.start[0] - self.region.start[0], *region.start[1:])
         return FusedRun(self.parameter, self.delta, self.num_parts, start, region.shape)
 
-    def read(self, region: Region, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
-        """Write the merged values of `region` (inside self.region) into `out`; see HeldTensor.read."""
-        self.run(region).write(out, gathered_a)
-
 
 def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None]) -> Iterator[FusedTensor]:
     """The tensors of one layer that are not packed; `name` is the bank's module in the checkpoint."""

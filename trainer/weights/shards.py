@@ -71,16 +71,6 @@ class HeldTensor:
         columns = slice(region.start[-1], region.stop[-1]) if region.shape[1:] else None
         return RowRun(self.parameter, self.delta, Rows(start, region.shape[0]), columns)
 
-    def read(self, region: Region, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
-        """Write the merged values of `region` (inside self.region) into `out`, cast to out.dtype. No communication.
-
-        Args:
-            region: part of self.region, in coordinates of the checkpoint tensor.
-            out: any strided view of shape region.shape, on the parameter's device.
-            gathered_a: filled by `gather_lora_a`; read only for adapters whose A is sharded.
-        """
-        self.run(region).write(out, gathered_a)
-
 
 def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
     """Every non-empty rectangle that this rank holds, in the order of the module's parameters; packed experts are in

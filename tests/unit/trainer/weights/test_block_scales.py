@@ -78,7 +78,7 @@ def merged_in_float32(rank: TrainerRank) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
     for held in local_shards(rank.decoder):
         values[held.tensor] = torch.empty(held.region.shape, dtype=torch.float32)
-        held.read(held.region, values[held.tensor], {})
+        held.run(held.region).write(values[held.tensor], {})
     return values
 
 
