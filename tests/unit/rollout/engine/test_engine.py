@@ -334,7 +334,7 @@ def test_requests_end_when_the_engine_dies_without_a_word_of_vllms(
         "next_logprobs": lambda: engine.next_logprobs([1, 2], None),
     }
     with pytest.raises(EngineDied, match="SIGSEGV"):
-        asyncio.run(asyncio.wait_for(calls[asked](), 20))
+        asyncio.run(calls[asked]())
 
 
 def test_options_of_the_engine_are_handed_on_and_added_to_ours():
