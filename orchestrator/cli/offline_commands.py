@@ -114,9 +114,10 @@ def parity(flags: argparse.Namespace, overrides: list[str]) -> int:
     given: dict[str, Any] = dict(vars(flags))
     as_json, _ = (given.pop(name) for name in ("json", "help"))
     if overrides and "=" not in overrides[0]:
-        given["model"] = Path(overrides.pop(0))
-        given |= {name: path.absolute() for name, path in given.items() if isinstance(path, Path)}
-        overrides = stand_where_it_began(RunFolder(given["model"]), overrides)  # of a model alone nothing says where
+        given["model"] = model = Path(overrides.pop(0))
+        if model.exists():
+            given |= {name: path.absolute() for name, path in given.items() if isinstance(path, Path)}
+            overrides = stand_where_it_began(RunFolder(model), overrides)  # of a model alone nothing says where
     options = ParityOptions(**given)
     began_s = time.monotonic()
 

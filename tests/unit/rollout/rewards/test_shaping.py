@@ -61,7 +61,7 @@ async def test_what_length_adds_is_a_part_of_the_judgement_and_of_the_sum():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["reward.overlong_tokens=9999"], r"reward\.overlong_tokens=9999 exceeds rollout\.sampling\.max_tokens="),
+        (["reward.overlong_tokens=9999"], r"reward\.overlong_tokens=9999 exceeds the 4 tokens"),
         (["reward.overlong_tokens=-1"], r"reward\.overlong_tokens must be >= 0, got -1"),
         (["reward.overlong_penalty=2"], r"reward\.overlong_penalty has no effect with reward\.overlong_tokens=0"),
         (["reward.length_penalty=nan"], "penalties must be finite, got nan"),
