@@ -111,7 +111,7 @@ class AnyPublishes(RuleBasedStateMachine):
         addresses = [one.address for one in self.endpoints]
         self.delivery.connect(addresses, MemoryTransport(self.fabric), addresses if is_alone else ())
         self.num_bytes: list[int] = []
-        """Of every publish."""
+        """How many bytes each publish sent."""
         self.held_last: set[int] = set()
         """Engines that committed the publish before, and so may get changes."""
         self.in_doubt: set[int] = set()

@@ -56,7 +56,7 @@ def measured(sums: Mapping[str, float] = MappingProxyType({}), **maxima: float) 
 
 
 def stats(num_tokens: float, k3: float, num_stale: float = 0.0) -> LossStats:
-    """Of tokens in sequences of two, with an entropy of 1.5; stale ones have ten times this k3."""
+    """What parity says of sequences of two tokens with an entropy of 1.5; stale ones have ten times this k3."""
     sums = {
         "policy/num_tokens": num_tokens,
         "policy/num_sequences": num_tokens / 2,

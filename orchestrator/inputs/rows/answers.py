@@ -46,7 +46,7 @@ def answer_of(chat: Chat, number: int, where: str, encoder: Encoder) -> Answer:
         DataError: It cannot be taught as the model would be asked for it. Names the row and the turn.
     """
     turn, message = f"{where}: turn {number + 1}", chat.messages[number]
-    # Of no turn at all a template makes something else than of a first one: without its own system prompt, for one.
+    # A template makes something else of no turn at all than of a first one: without its own system prompt, for one.
     before = (
         rendered(encoder, chat.first(number), where, is_open=True) if number else _around(chat, 0, where, encoder)[0]
     )
