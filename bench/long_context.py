@@ -8,7 +8,8 @@ With R ranks, cp_size = ep_size = R. Each step is forward, backward with activat
 sequence. Layouts run one after the other, each rank in a process of its own. Before the steps all ranks compute the
 gradients of a short sequence, and those of several ranks are compared with one rank's by the norm of each adapter's:
 in bfloat16 kernels round other products, so they agree to a few per cent. Printed per row: the median step, tokens/s of
-all ranks and of one, the peak memory of rank 0, the loss before the first update. A length that does not fit is told.
+all ranks and of one, the peak memory of rank 0, the loss before the first update; and of one more, profiled step what
+the device did, and what of it were exchanges that nothing overlaps. A length that does not fit is told.
 Writes bench/results/long_context-<device>.json.
 """
 
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
 from bench.training.rank_processes import run_ranks  # noqa: E402
 from bench.training.rows import Ours, Place  # noqa: E402
+from bench.training.step_profile import profile  # noqa: E402
 
 LIMIT_S = 540
 """For one number of ranks."""
@@ -69,6 +72,7 @@ def run_rank(args: argparse.Namespace) -> None:
         assert np.isfinite(losses).all()
         if is_cuda:
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            row["profile"] = profile(partial(subject.step, token_ids))
         report["rows"][length] = row
         write(args, report)
 
@@ -109,7 +113,12 @@ def norms(subject: Ours, token_ids: Any) -> dict[str, float]:
 
 def print_table(results: dict[int, dict[str, Any]], args: argparse.Namespace) -> None:
     """One line per length and number of ranks."""
-    print("".join(f"{head:>11}" for head in ("tokens", "ranks", "step s", "tok/s", "/rank", "peak GB", "loss")))
+    print(
+        "".join(
+            f"{head:>11}"
+            for head in ("tokens", "ranks", "step s", "tok/s", "/rank", "peak GB", "loss", "exchange", "idle")
+        )
+    )
     for length in args.tokens:
         for size, result in results.items():
             row = result["rows"].get(str(length), {"failed": "not run"})
@@ -118,6 +127,8 @@ def print_table(results: dict[int, dict[str, Any]], args: argparse.Namespace) ->
                 continue
             rate = length / row["step_s"]
             figures = (row["step_s"], rate, rate / size, row.get("peak_gb", 0.0), row["first_loss"])
+            where = row.get("profile", {})
+            figures += (where.get("exchange_alone_s", 0.0), where.get("idle_s", 0.0))
             print(f"{length:>11}{size:>11}" + "".join(f"{value:>11.4g}" for value in figures))
 
 

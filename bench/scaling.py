@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
-from bench.trainer import kind_of  # noqa: E402
 from bench.training.rank_processes import run_ranks  # noqa: E402
 from bench.training.rows import Ours, Place  # noqa: E402
+from bench.training.step_profile import profile, read_profile  # noqa: E402
 
 LAYOUTS = ("1x1", "2x2", "2x1", "4x4", "4x1")
 WORKLOADS = {"long": (16, 4096, 16384), "short": (240, 272, 8192)}
@@ -50,8 +51,6 @@ WORKLOADS = {"long": (16, 4096, 16384), "short": (240, 272, 8192)}
 TINY = {"long": (8, 64, 128), "short": (24, 9, 64)}
 WEAK = "weak-"
 """Before a workload's name: so many sequences for each rank."""
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync")
-SHORT_WAIT_US = 20
 LOSS_TOLERANCE, NORM_TOLERANCE = 5e-4, 2e-2
 """Relative, of the mean over all tokens and of the norm of all gradients: layouts choose kernels by other numbers of
 rows. A gradient that is lost would not change the first loss."""
@@ -107,7 +106,7 @@ def run_rank(args: argparse.Namespace) -> None:
         if args.device == "cuda":
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         row["sent_bytes"] = sent_bytes(subject, batch)
-        row["profile"] = profile(subject, batch) if args.device == "cuda" else None
+        row["profile"] = profile(partial(step, subject, batch)) if args.device == "cuda" else None
         report["workloads"][name] = row
         if args.rank_index == 0:
             args.out.write_text(json.dumps(report))
@@ -196,57 +195,6 @@ def sent_bytes(subject: Ours, batch: tuple[list[list[Any]], int]) -> int:
         step(subject, batch)
     finally:
         dist.all_to_all_single, dist.all_gather_into_tensor = original
-    return total
-
-
-def profile(subject: Ours, batch: tuple[list[list[Any]], int]) -> dict[str, Any]:
-    """Where the device's time of one step goes, in seconds, and how often the host waits."""
-    import torch
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        began = time.perf_counter()
-        step(subject, batch)
-        torch.cuda.synchronize()
-        wall_s = time.perf_counter() - began
-    events = [
-        (event.name, event.device_type == DeviceType.CUDA, event.time_range.start, event.time_range.end)
-        for event in profiler.events() or []
-    ]
-    return {"wall_s": wall_s, **read_profile(events, wall_s)}
-
-
-def read_profile(events: Sequence[tuple[str, bool, float, float]], wall_s: float) -> dict[str, Any]:
-    """Sum up a step's events: name, whether it is the device's, start and end in microseconds."""
-    kinds: dict[str, float] = {}
-    busy: list[tuple[float, float]] = []
-    others: list[tuple[float, float]] = []
-    waits: dict[str, list[float]] = {}
-    for name, is_device, start, stop in events:
-        if is_device and not name.startswith(("nccl:", "ProfilerStep")):
-            kind = "exchange" if name.startswith("nccl") else kind_of(name)
-            kinds[kind] = kinds.get(kind, 0.0) + (stop - start) / 1e6
-            busy.append((start, stop))
-            if kind != "exchange":
-                others.append((start, stop))
-        elif name in WAITS and stop - start > SHORT_WAIT_US:
-            waits.setdefault(name, []).append((stop - start) / 1e6)
-    busy_s, others_s = covered(busy) / 1e6, covered(others) / 1e6
-    return {
-        "kinds_s": dict(sorted(kinds.items(), key=lambda item: -item[1])),
-        "exchange_alone_s": busy_s - others_s,
-        "idle_s": wall_s - busy_s,
-        "host_waits": {name: {"count": len(times), "total_s": sum(times)} for name, times in waits.items()},
-    }
-
-
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union."""
-    total, until = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, until))
-        until = max(until, stop)
     return total
 
 

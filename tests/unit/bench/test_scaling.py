@@ -2,7 +2,8 @@
 
 import pytest
 
-from bench.scaling import do_agree, read_profile
+from bench.scaling import do_agree
+from bench.training.step_profile import read_profile
 
 
 def test_time_counts_once_and_exchanges_alone_where_nothing_else_runs():
