@@ -49,7 +49,7 @@ async def finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray) 
         stack.callback(progress.say, "ending the run's processes")
         tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints, log.context.set)
         await tuner.train(resume_from)
-        export = await export_policy(cluster, config, folder)
+        export = await export_policy(cluster.trainer, config, folder)
         drawing = asyncio.create_task(draw(config, folder))  # while the processes end
     await drawing
     objective = config.algorithm.objective

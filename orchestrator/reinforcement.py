@@ -117,7 +117,7 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
             stack.callback(_let_go, outlives, folder)
             await cluster.trainer.keep()
         await controller.train()
-        export = await export_policy(cluster, config, folder)
+        export = await export_policy(cluster.trainer, config, folder)
         drawing = asyncio.create_task(draw(config, folder))  # while the processes end
     await drawing
     return RunResult(

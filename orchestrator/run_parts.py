@@ -7,15 +7,17 @@ starts (reinforcement.py, finetuning.py), nor its way in and out (run.py), which
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.journal import Journal
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.run_state import note_start
 from slipstream.orchestrator.figures.held_out import eval_names, in_words
+from slipstream.orchestrator.files.claim import check_own
 from slipstream.orchestrator.files.curves import PANELS, draw_curves
 from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
@@ -25,9 +27,7 @@ from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.model_folder import complete_export
-
-if TYPE_CHECKING:
-    from slipstream.orchestrator.cluster.placement import Cluster
+from slipstream.orchestrator.loop.ports import StepTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,20 @@ async def draw(config: RunConfig, folder: RunFolder) -> None:
         await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, PANELS[config.algorithm.objective])
 
 
-async def export_policy(cluster: Cluster, config: RunConfig, folder: RunFolder) -> Path | None:
-    """What was trained, as others read it. Returns where; None of a run of no step: it would copy what was read."""
+async def export_policy(trainer: StepTrainer, config: RunConfig, folder: RunFolder) -> Path | None:
+    """What was trained, as others read it, whole or not at all. Returns where; None of a run of no step: it would copy
+    what was read. Raises RunTakenOver.
+    """
     if config.run.num_steps == 0:
         return None
     export = folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
-    await cluster.trainer.export(export)
-    if config.trainer.mode is TrainMode.full:
-        complete_export(folder.model, export)
+    partial = export.with_name(f".{export.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a controller that was killed
+    with undone_by(lambda _: shutil.rmtree(partial, ignore_errors=True)):
+        await trainer.export(partial)
+        if config.trainer.mode is TrainMode.full:
+            complete_export(folder.model, partial)
+        check_own(folder)
+        shutil.rmtree(export, ignore_errors=True)  # of an earlier part of the run
+        partial.replace(export)
     return export

@@ -122,17 +122,21 @@ def step_of(path: Path | None) -> int:
 def has_nothing_left(folder: RunFolder, num_steps: int) -> bool:
     """Whether a run that has ended has made its steps, so that a resume would train nothing. One that was ended before
     it exported what it has trained is resumed for that, unless it judged itself to have failed: a resume would turn
-    that into a success.
+    that into a success. An export alone proves nothing: it may be of an earlier part of the run.
     """
     complete = complete_checkpoints(folder.checkpoints)
     step = step_of(complete[-1]) if complete else 0
     if step != num_steps or step == 0:
         return step > num_steps
+    has_export = folder.adapter.is_dir() or folder.merged.is_dir()
     try:
-        error = str(json.loads((folder.root / "control" / "end.json").read_text())["error"])
-    except (OSError, ValueError, KeyError, TypeError):
-        error = ""  # it was killed, is another user's, or of a release that did not write it down
-    return folder.adapter.is_dir() or folder.merged.is_dir() or error.startswith(f"{TrainingStopped.__name__}:")
+        said = (folder.root / "control" / "end.json").read_text().strip()
+        end = json.loads(said) if said else {"state": "killed", "error": None}
+        return (has_export and end["state"] == "finished") or str(end["error"]).startswith(
+            f"{TrainingStopped.__name__}:"
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # another user's, or of a release that did not write it down
+        return has_export
 
 
 def how_to_go_on(folder: RunFolder, num_steps: object) -> str:

@@ -25,13 +25,11 @@ def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, 
     is_running = is_alive(folder.root)
     if is_running:
         return "running", None
-    is_done = step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir())
     state, error = how_it_ended(folder.root)
-    if is_done and state != "failed":
-        return "finished", None
     if state:
         return state, error
-    return ("stopped" if is_running is False else "unknown"), None
+    is_done = step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir())
+    return ("finished" if is_done else "stopped" if is_running is False else "unknown"), None
 
 
 def note_start(folder: RunFolder, seconds: float, waits_for: str) -> None:

@@ -97,6 +97,25 @@ def test_a_run_of_all_steps_is_resumed_for_its_export_alone(
 ) -> None:
     folder = RunFolder(old_run.parent.parent)
     assert not has_nothing_left(folder, 3), "it was killed"
+    folder.adapter.mkdir()  # of an earlier part of the run
     with pytest.raises(type(error)), alive(folder.root):
+        assert not has_nothing_left(folder, 3), "should it be killed now"
         raise error
     assert has_nothing_left(folder, num_steps) == is_over
+
+
+def test_a_run_that_has_finished_has_nothing_left_as_long_as_its_export_is_there(old_run: Path) -> None:
+    folder = RunFolder(old_run.parent.parent)
+    with alive(folder.root):
+        folder.adapter.mkdir()
+    assert has_nothing_left(folder, 3) and state_of(folder, 3, 3) == ("finished", None)
+    folder.adapter.rmdir()
+    assert not has_nothing_left(folder, 3)
+
+
+def test_a_run_that_was_stopped_is_not_finished_by_an_earlier_export(old_run: Path) -> None:
+    folder = RunFolder(old_run.parent.parent)
+    folder.adapter.mkdir()
+    with pytest.raises(KeyboardInterrupt), alive(folder.root):
+        raise KeyboardInterrupt
+    assert state_of(folder, 3, 3) == ("stopped", None)
