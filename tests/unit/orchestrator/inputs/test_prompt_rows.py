@@ -45,13 +45,8 @@ def rows_of(*words: str) -> PromptRows:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"),
-    [
-        ([], Shuffled),
-        (["data.stream=true"], Streamed),
-        (["data.order=middling"], Middling),
-    ],
-)
+    ("words", "kind"), [([], Shuffled), (["data.stream=true"], Streamed), (["data.order=middling"], Middling)],
+)  # fmt: skip
 def test_options_choose_the_order(
     tmp_path: Path, words: list[str], kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,13 +18,8 @@ from slipstream.weight_sync.errors import PlanError
 
 OPTIONS = RankOptions(
     PushOptions(checkpoint=Path(), start=1, num_threads=1, transport="tcp", watermark_mib=1, timeout_s=5.0),
-    world_size=1,
-    device=Device.cpu.value,
-    host="127.0.0.1",
-    delta_bytes=0,
-    key=bytes(32),
-    rendezvous="",
-)
+    world_size=1, device=Device.cpu.value, host="127.0.0.1", delta_bytes=0, key=bytes(32), rendezvous="",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
