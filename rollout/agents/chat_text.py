@@ -14,6 +14,7 @@ from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.agents.tool_calls import ToolCallParser
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.chat_template import ChatTemplate
+from slipstream.rollout.text.ends import vocab_size
 from slipstream.rollout.text.messages import Chat
 from slipstream.rollout.text.plain_text import encode_text, load_tokenizer
 
@@ -38,7 +39,7 @@ class FolderChatText:
     """See the module's docstring.
 
     Args:
-        folder: With tokenizer.json and a chat template.
+        folder: With config.json, tokenizer.json and a chat template.
         stop_token_ids: Tokens that end a response.
         tool_parser: Name of one of vLLM's tool parsers; None: tools are refused.
     """
@@ -53,6 +54,7 @@ class FolderChatText:
             reverse=True,
         )
         self._parser = None if tool_parser is None else ToolCallParser(tool_parser, self._template.tokenizer)
+        self._vocab_size = vocab_size(folder)
 
     def load(self) -> None:
         """Load what render() needs. Without this, its first call does."""
@@ -77,6 +79,17 @@ class FolderChatText:
                 "give the parser of the model's family, such as hermes"
             )
         self._template.check(chat)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Refuse what is no row of the model's embedding: an engine would end of it, and with it the run.
+
+        Raises:
+            DataError: Such a token.
+        """
+        if self._vocab_size is not None and max(token_ids, default=0) >= self._vocab_size:
+            raise DataError(
+                f"token {max(token_ids)}: the model has vocab_size={self._vocab_size}; give ids of its own tokenizer"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Token ids; nothing is added."""

@@ -166,6 +166,8 @@ def _check_values(body: JsonMapping, *, is_chat: bool) -> None:
         raise BadRequest(f'model={body["model"]!r:.40}: this endpoint has one model, "{MODEL}" (session.model)')
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise BadRequest('tool_choice: only "auto" and "none"; a forced call would be constrained decoding')
+    if not isinstance(body.get("stream"), bool | None):
+        raise BadRequest(f"stream must be true or false, got {body['stream']!r:.40}")
     logprobs = body.get("logprobs")
     if is_chat and not isinstance(logprobs, bool | None):
         raise BadRequest(f"logprobs must be true or false, got {logprobs!r:.40}")

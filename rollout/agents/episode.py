@@ -144,6 +144,7 @@ class Episode:
             LimitReached: Nothing was sampled.
             EpisodeOver: The episode ended, perhaps while this waited.
             EngineFailed: See there.
+            DataError: A token is none of the model's.
             Exception: The template refuses the messages.
         """
         self._check_size(sum(len(str(value)) for message in messages for value in message.values()))
@@ -156,6 +157,8 @@ class Episode:
 
     async def complete(self, prompt: str | Sequence[int], *, max_tokens: int | None = None) -> Answer:
         """One turn after a plain prompt. Raises: as chat()."""
+        if not isinstance(prompt, str):
+            self._chat.check_tokens(prompt)
         self._check_size(len(prompt))
         return await self._turn(self._tree.plan_text(prompt), max_tokens, (), is_chat=False)
 
@@ -168,6 +171,7 @@ class Episode:
     async def _turn(
         self, planned: Planned, max_tokens: int | None, tools: Sequence[JsonMapping], *, is_chat: bool
     ) -> Answer:
+        self._chat.check_tokens(planned.token_ids)
         most = self._most_tokens(planned, max_tokens)
         self._num_turns += 1
         self._num_tokens += most  # reserved, so that requests at the same time keep the limit

@@ -28,8 +28,14 @@ def end_token_ids(folder: Path, tokenizer: Tokenizer | None = None) -> list[int]
     for name in ("generation_config.json", "config.json"):
         value = _read(folder / name).get("eos_token_id")
         found += [value] if isinstance(value, int) else list(value or ())
-    size = _read(folder / "config.json").get("vocab_size")
+    size = vocab_size(folder)
     return [token for token in dict.fromkeys(found) if token >= 0 and (size is None or token < size)]
+
+
+def vocab_size(folder: Path) -> int | None:
+    """How many rows the embedding of the folder's model has; None where its config.json does not say."""
+    size = _read(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _tokenizer_end(folder: Path, tokenizer: Tokenizer | None) -> list[int]:

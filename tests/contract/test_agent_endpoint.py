@@ -78,6 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(description))
+    (folder / "config.json").write_text('{"vocab_size": 100}')  # less than the tokenizer has
     return folder
 
 
@@ -223,6 +224,23 @@ async def test_a_plain_prompt_has_the_tokens_of_a_row_with_this_text(served: Ser
     await client.completions.create(model="policy", prompt=text + "3")
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt.token_ids) == 8
     assert script.given == [(None, "<bos>1 + 2 ="), (0, "")]
+
+
+@pytest.mark.parametrize("prompt", [[3, 100], [2**70], "a\t"])
+async def test_a_token_without_a_row_in_the_models_embedding_does_not_reach_an_engine(
+    served: Served, prompt: str | list[int]
+) -> None:
+    """An engine would end of it, and so would the next one."""
+    client, script, episode = served
+    messages: list[Any] = [{"role": "user", "content": "a\t"}]
+    with pytest.raises(openai.BadRequestError, match="the model has vocab_size=100; give ids of its own"):
+        await client.completions.create(model="policy", prompt=prompt)
+    with pytest.raises(openai.BadRequestError, match="token 100: the model has vocab_size=100"):
+        await client.chat.completions.create(model="policy", messages=messages)
+    assert not script.given and not episode.turns
+    script.texts = ["3<eos>"]
+    await client.completions.create(model="policy", prompt=[3, 99])
+    assert episode.turns
 
 
 def fields_of(request: str) -> dict[str, Any]:

@@ -132,6 +132,8 @@ class FakeChatText:
 
     encode_prompt = encode
 
+    def check_tokens(self, token_ids: Sequence[int]) -> None: ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         names = {number: text for text, number in self._specials.items()}
         return "".join(names[token] if token in names else chr(token) for token in token_ids)

@@ -161,6 +161,7 @@ async def test_a_stream_is_the_whole_answer_in_events(
         ({"messages": ASKED, "model": "gpt"}, True, "model='gpt': this endpoint has one model, \"policy\""),
         ({"messages": ASKED, "tool_choice": "required"}, True, "tool_choice: only"),
         ({"messages": ASKED, "logprobs": 1}, True, "logprobs must be true or false, got 1"),
+        ({"messages": ASKED, "stream": "false"}, True, "stream must be true or false, got 'false'"),
         ({"messages": ASKED, "n": 0}, True, "n must be a whole number from 1 to 64, got 0"),
         ({"messages": ASKED, "n": MAX_CHOICES + 1}, True, "n must be a whole number from 1 to 64, got 65"),
         ({"messages": ASKED, "n": True}, True, "n must be a whole number"),
