@@ -25,7 +25,7 @@ class TrainerOptions:
     weight_sync: WeightSyncConfig
     seed: int
     num_steps: int
-    """Updates of the run; the learning rate's schedule ends there."""
+    """Steps of the run; the learning rate's schedule ends with the updates of the last one."""
     world_size: int
     rendezvous: str
     """"tcp://host:port" of rank 0. Unused with one rank."""

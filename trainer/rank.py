@@ -124,7 +124,8 @@ class TrainerRank:
         is_full, lora = trainer.mode is TrainMode.full, trainer.lora
         starts_from_base = not is_full and lora.init_from is None
         num_unadapted = 0 if is_full or lora.init_from is None else load_adapter(decoder, lora.init_from)
-        learner = Learner(decoder, trainer.optim, options.num_steps, rank=self._rank, device=self._device)
+        updates = options.algorithm.updates_per_step
+        learner = Learner(decoder, trainer.optim, options.num_steps, updates, rank=self._rank, device=self._device)
         reference = (
             ReferencePolicy(decoder, None if starts_from_base else [shard.values for shard in learner.shards])
             if options.algorithm.needs_reference

@@ -46,7 +46,7 @@ async def start_trainer_ranks(
         sampling_temperature=config.rollout.sampling.temperature,
         weight_sync=config.weight_sync,
         seed=config.run.seed,
-        num_steps=config.run.num_steps * config.algorithm.updates_per_step,
+        num_steps=config.run.num_steps,
         world_size=len(bundles),
         rendezvous="",
         device=run.device,

@@ -24,7 +24,14 @@ logger = logging.getLogger(__name__)
 
 class Learner:
     def __init__(
-        self, decoder: Decoder, config: OptimConfig, num_steps: int, *, rank: int, device: torch.device
+        self,
+        decoder: Decoder,
+        config: OptimConfig,
+        num_steps: int,
+        updates_per_step: int,
+        *,
+        rank: int,
+        device: torch.device,
     ) -> None:
         self.policy_version = 0
         self._rank, self._device = rank, device
@@ -33,7 +40,9 @@ class Learner:
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self.shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]
         group = dist.group.WORLD if decoder.layout.world_size > 1 else None
-        self._optimizer = ShardedAdamW(self.shards, config, num_steps, group=group, device=device)
+        self._updates_per_step = updates_per_step
+        num_updates = num_steps * updates_per_step
+        self._optimizer = ShardedAdamW(self.shards, config, num_updates, group=group, device=device)
 
     @property
     def progress(self) -> dict[str, int]:
@@ -73,7 +82,7 @@ class Learner:
         self.drop_gradients()
         self._is_changed = self._is_changed or result.is_finite
         if ends_version and self._is_changed:
-            self.policy_version, self._is_changed = self.policy_version + 1, False
+            self._begin_version(self.policy_version + 1)
         if not result.is_finite:
             logger.warning(
                 "rank %d refused an update at version %d: gradient norm %s, or a loss, is not finite",
@@ -105,5 +114,9 @@ class Learner:
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.device"], self._device)
         self.drop_gradients()
-        self._is_changed = False
-        self.policy_version = progress["policy_version"]
+        self._begin_version(progress["policy_version"])
+
+    def _begin_version(self, version: int) -> None:
+        """The schedule's place follows from the version: the run may have been resumed with other updates a step."""
+        self.policy_version, self._is_changed = version, False
+        self._optimizer.place = version * self._updates_per_step

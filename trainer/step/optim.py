@@ -68,17 +68,21 @@ class ShardedAdamW:
         self,
         shards: Sequence[TrainableShard],
         config: OptimConfig,
-        num_steps: int,
+        num_updates: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        """Args: `group` spans all trainer ranks and can reduce tensors of `device`; None means a single rank."""
+        """Args: `num_updates` is the length of the schedule. `group` spans all trainer ranks and can reduce tensors of
+        `device`; None means a single rank.
+        """
         self._shards = list(shards)
         self._config = config
-        self._num_steps = num_steps
+        self._length = num_updates
         self._group = group
         self._device = device
         self.num_updates = 0
+        self.place = 0
+        """The next update's place in the schedule."""
         self._held = [shard for shard in self._shards if shard.values.numel()]
         self._rule = make_update_rule([shard.values for shard in self._held], config) if self._held else None
 
@@ -96,7 +100,7 @@ class ShardedAdamW:
             for shard, grad in zip(self._shards, gradients, strict=True)
         ]
         grad_norm, is_finite = self._global_norm(full, local_loss)
-        lr = learning_rate(self._config, self.num_updates, self._num_steps)
+        lr = learning_rate(self._config, self.place, self._length)
         if not is_finite:
             return StepResult(grad_norm, lr, is_finite=False)
 
@@ -105,6 +109,7 @@ class ShardedAdamW:
         if self._rule is not None:
             self._rule.step([grad for grad in full if grad.numel()], lr)
         self.num_updates += 1
+        self.place += 1
         return StepResult(grad_norm, lr, is_finite=True)
 
     def _global_norm(self, gradients: list[Tensor], local_loss: float) -> tuple[float, bool]:
@@ -132,11 +137,11 @@ class ShardedAdamW:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor], num_updates: int) -> None:
-        """Set the moments and the place in the schedule; the inverse of `state_tensors`."""
+        """Set the moments, and the schedule's place to that many updates; the inverse of `state_tensors`."""
         if self._rule is not None:
             per_shard = [
                 {key: tensors[f"{shard.name}.{key}"] for key in moments}
                 for shard, moments in zip(self._held, self._rule.tensors(), strict=True)
             ]
             self._rule.load(per_shard, num_updates)
-        self.num_updates = num_updates
+        self.num_updates = self.place = num_updates

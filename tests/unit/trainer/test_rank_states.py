@@ -1,6 +1,7 @@
 """Promises of trainer/rank_states.py: resume is exact, from disk and from memory, and a state is of one moment."""
 
 import json
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from cases.rank_helpers import SYNC_KEY, are_equal, count, make_rank, make_samples, step, values_of
 
-from slipstream.conf.schema import DType, OptimConfig, OptimState
+from slipstream.conf.schema import AlgorithmConfig, DType, OptimConfig, OptimState
 from slipstream.trainer.checkpoint.keeper import Keeper, Readiness, hold, take
 from slipstream.trainer.checkpoint.rank_state import write_rank_state
 from slipstream.trainer.errors import CheckpointError
@@ -28,6 +29,22 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
     assert resumed.policy_version == 2
     step(resumed)
     assert are_equal(values_of(straight), values_of(resumed))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 2)])
+def test_a_run_resumed_with_other_updates_a_step_is_where_it_was_in_the_schedule(tmp_path, before, after):
+    """The rate falls along a cosine over the 10 steps: after five of them the next update is the first of step 6."""
+    optim = OptimConfig(lr=1e-2, final_lr_fraction=0.0)
+    rank = make_rank(optim=optim, algorithm=AlgorithmConfig(minibatches_per_step=before))
+    for _ in range(5):
+        for number in range(before):
+            rank.optimizer_step(ends_version=number == before - 1)
+    rank.states.save_state(tmp_path)
+    resumed = make_rank(optim=optim, algorithm=AlgorithmConfig(minibatches_per_step=after))
+    resumed.states.load_state(tmp_path)
+    rates = [resumed.optimizer_step(ends_version=number % after == after - 1).lr for number in range(5 * after)]
+    assert rates[0] == pytest.approx(5e-3 * (1 + math.cos(math.pi * 5 * after / (10 * after - 1))))
+    assert rates[-1] == 0.0
 
 
 def test_a_new_rank_goes_on_bitwise_from_a_kept_state():

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def make(config: OptimConfig, *values: torch.Tensor, copies: int = 1) -> ShardedAdamW:
     shards = [TrainableShard(f"p{index}", value, copies) for index, value in enumerate(values)]
-    return ShardedAdamW(shards, config, num_steps=10, group=None, device=CPU)
+    return ShardedAdamW(shards, config, num_updates=10, group=None, device=CPU)
 
 
 def test_schedule_warms_up_then_follows_the_cosine_to_its_end():
@@ -210,7 +210,7 @@ def test_gradients_of_another_dtype_and_empty_shards_between_others_count_in_the
     """Norm sqrt(9 + 16 / 2): a shard that is empty here has two copies elsewhere, which take no part in it."""
     values = [torch.zeros(1), torch.zeros(0), torch.zeros(1)]
     shards = [TrainableShard("a", values[0]), TrainableShard("b", values[1], 5), TrainableShard("c", values[2], 2)]
-    optimizer = ShardedAdamW(shards, OptimConfig(lr=0.1, max_grad_norm=0.0), num_steps=10, group=None, device=CPU)
+    optimizer = ShardedAdamW(shards, OptimConfig(lr=0.1, max_grad_norm=0.0), num_updates=10, group=None, device=CPU)
     gradients = [torch.tensor([3.0], dtype=torch.bfloat16), torch.zeros(0), torch.tensor([-4.0])]
     assert optimizer.step(gradients, 0.0).grad_norm == pytest.approx(math.sqrt(9 + 16 / 2))
     assert [value.tolist() for value in values] == [[pytest.approx(-0.1)], [], [pytest.approx(0.1)]]
