@@ -33,6 +33,8 @@ async def finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray) 
     held_out = {name: items.found for name, items in held_out_items(config.data, read).items()}
     checkpoints = checkpoints_of(config, folder)
     resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
+    if resume_from is not None:  # rows that have changed are refused before all starts
+        training.load_state_dict(checkpoints.prompts_of(resume_from))
     await asyncio.to_thread(checkpoints.begin_sending)
 
     async with contextlib.AsyncExitStack() as stack:

@@ -55,6 +55,8 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
     prompts, eval_sets = rows.stream(), rows.held_out()
     checkpoints = checkpoints_of(config, folder)
     origin = None if ray.left is not None else await _Origin.of_checkpoint(checkpoints, config)
+    if origin is not None and origin.checkpoint is not None:  # rows that have changed are refused before all starts
+        prompts.load_state_dict(checkpoints.prompts_of(origin.checkpoint))
     await asyncio.to_thread(checkpoints.begin_sending)
 
     async with contextlib.AsyncExitStack() as stack:

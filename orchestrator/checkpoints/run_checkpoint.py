@@ -25,7 +25,7 @@ import logging
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject
@@ -160,6 +160,17 @@ def checkpoints_of(config: RunConfig, folder: RunFolder) -> CheckpointStore:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """A checkpoint that a resume would go on from."""
+
+    step: int
+    prompts: JsonObject
+    """Its cursor of the prompt stream."""
+    damaged: tuple[str, ...] = ()
+    """What is wrong with newer ones."""
+
+
 class CheckpointStore:
     """See the module's docstring.
 
@@ -225,20 +236,24 @@ class CheckpointStore:
             path.rename(aside)
         return whole
 
-    def step_to_resume(self, resume: str) -> tuple[int, list[str]]:
-        """The step of the checkpoint that to_resume() would return, and what is wrong with newer ones. Nothing is
-        fetched or renamed.
+    def prompts_of(self, checkpoint: Path) -> JsonObject:
+        """The cursor of the prompt stream of a whole one (loop_state.RunState.prompts)."""
+        return read_json(checkpoint / "state.json")["prompts"]
+
+    def step_to_resume(self, resume: str) -> Resumable:
+        """What to_resume() would return. Nothing is fetched or renamed.
 
         Raises:
             CheckpointError: there is none, or it is of a run with other options.
         """
         newest = 0 if self._remote is None else max(self._remote.steps(), default=0)
         if self._remote is not None and newest > self._newest_whole_step(resume):
-            saved = self._remote.document(newest, "state.json").get("options", {})
-            self._check_options(f"step {newest} in {self._remote.url}", saved)
-            return newest, []
+            saved = self._remote.document(newest, "state.json")
+            self._check_options(f"step {newest} in {self._remote.url}", saved.get("options", {}))
+            return Resumable(newest, saved.get("prompts", {}))
         whole, damaged = self.newest_whole(resume)
-        return self.read(whole).step, list(damaged.values())
+        state = self.read(whole)
+        return Resumable(state.step, state.prompts, tuple(damaged.values()))
 
     def _newest_whole_step(self, resume: str) -> int:
         try:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.data.streams import Stream, check_cursor, digest
+from slipstream.orchestrator.data.streams import DIGEST, Stream, check_cursor, digest
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.types import Prompt
 
@@ -55,7 +55,7 @@ class Middling(Stream[Prompt]):
         self._index = {prompt.prompt_id: index for index, prompt in enumerate(prompts)}
         self._seed = seed
         self._floor = floor
-        self._facts = {"digest": digest(self._prompts), "seed": seed, "floor": floor}
+        self._facts = {DIGEST: digest(self._prompts), "seed": seed, "floor": floor}
         self._successes = np.zeros(len(prompts))
         self._trials = np.zeros(len(prompts))
         self._num_drawn = 0
@@ -108,7 +108,7 @@ class Middling(Stream[Prompt]):
         return {"num_drawn": self._num_drawn, "observed": observed, "in_flight": in_flight, **self._facts}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        options = {"digest": "data.path", "seed": "run.seed", "floor": "data.curriculum_floor"}
+        options = {"seed": "run.seed", "floor": "data.curriculum_floor", DIGEST: "data.path"}
         check_cursor(state, self._facts, options)
         self._num_drawn = int(state["num_drawn"])
         self._in_flight = Counter({int(index): int(count) for index, count in state["in_flight"]})

@@ -27,6 +27,8 @@ from slipstream.rollout.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+DIGEST = "digest"
+"""What a cursor calls the digest of its items."""
 _CHOICES = 0x4D49
 """Keeps the draws of sources apart from the orders within them, which have the same seed."""
 FIRST_LOG_ITEMS, LOG_EVERY_ITEMS = 100, 1000
@@ -80,11 +82,17 @@ class Stream(ABC, Generic[Item]):
 def check_cursor(state: JsonMapping, mine: JsonMapping, options: Mapping[str, str]) -> None:
     """Refuse a cursor whose facts are not `mine`; `options` says which option each fact comes from."""
     for key, option in options.items():
-        if state.get(key) != mine[key]:
+        if state.get(key) == mine[key]:
+            continue
+        if key == DIGEST:
             raise DataError(
-                f"the checkpoint's prompt cursor belongs to another order of prompts: {key} is {mine[key]!r} and was "
-                f"{state.get(key)!r}; resume with the {option} that the run began with"
+                f"the checkpoint's prompt cursor belongs to other rows: those of {option} have changed, or become "
+                "other tokens; resume with the rows that the run began with, or start a new run"
             )
+        raise DataError(
+            f"the checkpoint's prompt cursor belongs to another order of prompts: {key} is {mine[key]!r} and was "
+            f"{state.get(key)!r}; resume with the {option} that the run began with"
+        )
 
 
 def digest(items: Sequence[Tokenized]) -> str:
@@ -111,7 +119,7 @@ class Shuffled(Stream[Item]):
         if not items:
             raise DataError("a stream needs at least one prompt or conversation")
         self.items = list(items)
-        self._facts = {"digest": digest(self.items), "seed": seed, "shuffle": shuffle}
+        self._facts = {DIGEST: digest(self.items), "seed": seed, "shuffle": shuffle}
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = self._position = 0
@@ -135,7 +143,7 @@ class Shuffled(Stream[Item]):
         return {"epoch": self._epoch, "position": self._position, **self._facts}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        check_cursor(state, self._facts, {"digest": "data.path", "seed": "run.seed", "shuffle": "data.order"})
+        check_cursor(state, self._facts, {"seed": "run.seed", "shuffle": "data.order", DIGEST: "data.path"})
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)
 
@@ -213,14 +221,16 @@ class Streamed(Stream[Item]):
         """Pass, the buffer's first row, how many of its items were taken, and their digest."""
         buffer = self._buffer
         place = {"pass": buffer.epoch, "first": astuple(buffer.first), "taken": self._taken}
-        return {**place, "digest": digest(buffer.items), **self._facts}
+        return {**place, DIGEST: digest(buffer.items), **self._facts}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Fill the buffer again with the rows that it had; see Stream."""
+        """Fill the buffer again with the rows that it had, unless it has them; see Stream."""
         options = {"seed": "run.seed", "shuffle": "data.order", "buffer_rows": "data.stream_buffer_rows"}
         check_cursor(state, self._facts, options)
-        self._begin(int(state["pass"]), Position(*state["first"]))
-        check_cursor(state, {"digest": digest(self._buffer.items)}, {"digest": "data.path"})
+        epoch, first = int(state["pass"]), Position(*state["first"])
+        if (epoch, first) != (self._buffer.epoch, self._buffer.first):
+            self._begin(epoch, first)
+        check_cursor(state, {DIGEST: digest(self._buffer.items)}, {DIGEST: "data.path"})
         self._taken = int(state["taken"])
 
     def _begin(self, epoch: int, first: Position) -> None:

@@ -12,9 +12,19 @@ from functools import partial
 from itertools import islice
 from typing import Generic
 
+from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.schema import DataConfig, Order
 from slipstream.orchestrator.data.sources import Row, read_rows
-from slipstream.orchestrator.data.streams import Item, Mixed, Shuffled, Stream, Streamed
+from slipstream.orchestrator.data.streams import (
+    DIGEST,
+    Item,
+    Mixed,
+    Shuffled,
+    Stream,
+    Streamed,
+    check_cursor,
+    digest,
+)
 from slipstream.rollout.errors import DataError, RowTooLong
 
 logger = logging.getLogger(__name__)
@@ -90,6 +100,22 @@ def training_items(
     option = "data.sources" if data.sources else "data.path"
     rows = islice(read_rows(source, stream=data.stream, option=option), most)
     return _items(source, rows, _reader(data, index, read), verb)
+
+
+def check_goes_on(data: DataConfig, cursor: JsonMapping, items: Sequence[Items[Item]] | None) -> None:
+    """Refuse what the stream would refuse when it loads this cursor, as far as is known before it is made.
+
+    Args:
+        items: Those of each training source, all and as the run reads them; None: they are not known.
+
+    Raises:
+        DataError: Order or rows are others.
+    """
+    for index, own in enumerate(cursor.get("cursors", [cursor])):
+        if "shuffle" in own:
+            check_cursor(own, {"shuffle": data.order is not Order.given}, {"shuffle": "data.order"})
+        if items is not None and DIGEST in own:
+            check_cursor(own, {DIGEST: digest(items[index].found)}, {DIGEST: data.training_sources[index]})
 
 
 def held_out_items(data: DataConfig, read: Read[Item], verb: str = "reading") -> dict[str, Items[Item]]:

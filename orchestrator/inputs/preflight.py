@@ -28,7 +28,7 @@ from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.journal import waits_for
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
-from slipstream.orchestrator.checkpoints.run_checkpoint import checkpoints_of, has_nothing_left
+from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.figures.held_out import choosing_metrics
@@ -41,6 +41,7 @@ from slipstream.orchestrator.inputs.logger_checks import check_loggers
 from slipstream.orchestrator.inputs.machine_checks import MACHINE_CHECKS, MIN_FREE_BYTES
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from slipstream.orchestrator.inputs.resumed import resumable
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
@@ -244,21 +245,16 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
     run = config.run
     resumed = ""
     root = resumed_folder(run)
-    if root is not None and run.resume is not None:
-        if "://" not in run.resume and not root.is_dir():
-            raise ConfigError(
-                f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest"
-            )
-        if (left := waits_for(config)) is not None:
-            step, damaged = left.step, []
-        else:
-            step, damaged = checkpoints_of(config, RunFolder(root.resolve())).step_to_resume(run.resume)
+    if root is not None and "://" not in str(run.resume) and not root.is_dir():
+        raise ConfigError(f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest")
+    if root is not None and (found := resumable(config)) is not None:
+        step = found.step
         if step >= run.num_steps and has_nothing_left(RunFolder(root), run.num_steps):
             raise ConfigError(
                 f"run.resume={run.resume} has done {step} steps, and run.num_steps={run.num_steps}: nothing is left to "
                 "train; raise run.num_steps to go on, or start again with slipstream train"
             )
-        resumed = "".join(f"; {problem}" for problem in damaged) + f"; goes on from step {step}"
+        resumed = "".join(f"; {problem}" for problem in found.damaged) + f"; goes on from step {step}"
         resumed += "".join(f", with another {option}" for option in changed_options(RunFolder(root.resolve()), config))
     target = root or Path(run.dir)
     existing = nearest_existing(target)

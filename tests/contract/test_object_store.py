@@ -88,7 +88,7 @@ def test_another_machine_goes_on_from_the_newest_checkpoint(bucket: s3fs.S3FileS
     send(tmp_path / "first" / "run-1", 5, 10, 15)
     assert there(bucket) == {"step-000010", "step-000015", "metrics.jsonl", "owner"}
     second = checkpoints_in(tmp_path / "second" / "run-1")
-    assert second.step_to_resume(url) == (15, [])
+    assert (second.step_to_resume(url).step, second.step_to_resume(url).damaged) == (15, ())
     assert not second.folder.exists()
     path = second.to_resume(url)
     assert path is not None and step_of(path) == 15
@@ -116,7 +116,7 @@ def test_an_upload_that_is_killed_half_way_leaves_the_one_before(bucket: s3fs.S3
     bucket.invalidate_cache()
     assert "step-000010" in there(bucket)  # a part of it
     elsewhere = checkpoints_in(tmp_path / "elsewhere" / "run-1")
-    assert elsewhere.step_to_resume(url)[0] == 5
+    assert elsewhere.step_to_resume(url).step == 5
     assert step_of(elsewhere.to_resume(url)) == 5
     shutil.rmtree(half)
     send(run, 15)  # which sweeps up what broke off

@@ -29,6 +29,7 @@ from slipstream.orchestrator.data.training_stream import Read, held_out_items, t
 from slipstream.orchestrator.inputs.character_tokenizer import ALPHABET, CHARACTERS, SPECIAL_TOKENS, known_characters
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
+from slipstream.orchestrator.inputs.resumed import check_rows_go_on
 from slipstream.orchestrator.inputs.rows.answers import THOUGHT_ENDS, THOUGHT_FIELDS
 from slipstream.orchestrator.inputs.rows.conversations import ConversationReader, Lesson
 from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
@@ -181,6 +182,7 @@ def check_data(config: RunConfig) -> Fact:
         warnings += _columns_left_out({**of_prompts.left_out, **quick_ones.left_out})
         warnings += _answers_out_of_reach(config, found, encoder)
         has_chats = any(prompt.messages is not None for prompt in found)
+    check_rows_go_on(config, None if data.stream or encoder.has_estimated else training)
     warnings += _answers_end_elsewhere(config, encoder.exact) if has_chats else []
     warnings += _fewer_than_a_step(config, sum(len(of_source.found) for of_source in training))
     what = "the first " if data.stream else ""

@@ -179,8 +179,8 @@ def test_a_resume_goes_on_from_the_newest_whole_checkpoint_of_both_places(
     store = CheckpointStore(folder, keep=9, options=options, remote=remote)
     is_there = place == b"there"
     if all(there.values()):
-        found, problems = store.step_to_resume("x")
-        assert (found, len(problems)) == (step, 0 if is_there else list(here.values()).count(False))
+        found = store.step_to_resume("x")
+        assert (found.step, len(found.damaged)) == (step, 0 if is_there else list(here.values()).count(False))
     if is_there:
         with monkeypatch.context() as away, pytest.raises(ObjectStoreError):  # the next resume makes up for it
             away.setattr(ObjectStore, "take_records", Mock(side_effect=ObjectStoreError("the network is away")))

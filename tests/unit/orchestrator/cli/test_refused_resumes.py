@@ -7,25 +7,54 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.control.run_state import state_of
+from slipstream.orchestrator.data.training_stream import Items
 from slipstream.orchestrator.errors import DiskFull, TrainingStopped
 from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.inputs.resumed import check_rows_go_on
+from slipstream.orchestrator.inputs.rows.prompt_rows import PromptRows, RowEncoder
+from slipstream.rollout.types import Prompt
 
 Refuse = Callable[..., str]
+DATA = ("data=files", "data.eval_path=null")
+MIXED = ("data.sources=[a.jsonl,b.jsonl]",)
+
+
+def rows_of(path: Path, letters: str) -> Path:
+    path.write_text("".join(json.dumps({"prompt": letter, "answer": letter}) + "\n" for letter in letters))
+    return path
+
+
+def prompts_of(*words: str) -> PromptRows:
+    config = load_run_config(["experiment=quickstart", *words])
+    return PromptRows(config, RowEncoder(config))
+
+
+def cursor_of(*words: str) -> JsonObject:
+    return prompts_of(*words).stream().state_dict()
+
+
+def items_of(*words: str) -> list[Items[Prompt]]:
+    return [Items(prompts_of(*words).training(), 0)]
+
+
+def run_of(folder: Path, cursor: JsonObject, *words: str) -> Path:
+    """A run folder with one checkpoint, of the quick start with these words and this cursor; returns the checkpoint."""
+    config = load_run_config(["experiment=quickstart", *words])
+    store = CheckpointStore(folder / "checkpoints", keep=1, options=fingerprint(config))
+    partial = store.begin(3)
+    (partial / "trainer" / "rank-0.safetensors").write_bytes(bytes(100))
+    return store.finish(partial, RunState(3, 3, cursor, {}, BufferState(3)))
 
 
 @pytest.fixture
 def old_run(tmp_path: Path) -> Path:
-    """A run folder with one checkpoint of the quick start's options; returns the checkpoint."""
-    config = load_run_config(["experiment=quickstart"])
-    store = CheckpointStore(tmp_path / "old" / "checkpoints", keep=1, options=fingerprint(config))
-    partial = store.begin(3)
-    (partial / "trainer" / "rank-0.safetensors").write_bytes(bytes(100))
-    return store.finish(partial, RunState(3, 3, {"epoch": 0}, {}, BufferState(3)))
+    return run_of(tmp_path / "old", {"epoch": 0})
 
 
 def test_run_to_resume_is_damaged(refuse: Refuse, old_run: Path) -> None:
@@ -51,6 +80,35 @@ def test_run_to_resume_had_its_data_elsewhere(refuse: Refuse, old_run: Path, tmp
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "answer": "a"}) + "\n")
     message = refuse("run.resume=old", "data.path=prompts.jsonl")
     assert "use the same ones to resume; put a file or folder that has moved, or a link to it, where it was" in message
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "problem"),
+    [
+        ((), ("data.order=given",), "shuffle is False and was True; resume with the data.order"),
+        (("data.order=given",), (), "shuffle is True and was False; resume with the data.order"),
+        (MIXED, (*MIXED, "data.order=given"), "shuffle is False and was True; resume with the data.order"),
+        (("data.stream=true",), ("data.stream=true", "data.order=given"), "shuffle is False and was True"),
+    ],
+)
+def test_run_to_resume_had_another_order(
+    before: tuple[str, ...], now: tuple[str, ...], problem: str, refuse: Refuse, tmp_path: Path
+) -> None:
+    rows = rows_of(tmp_path / "a.jsonl", "xyz"), rows_of(tmp_path / "b.jsonl", "de")
+    where = () if MIXED[0] in now else (f"data.path={rows[0]}",)
+    before, now = ((*DATA, *where, *words) for words in (before, now))
+    run_of(tmp_path / "old", cursor_of(*before), *before)
+    assert problem in refuse("run.resume=old", *now)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "given", "middling"])
+def test_run_to_resume_had_other_rows(refuse: Refuse, order: str, tmp_path: Path) -> None:
+    words = (*DATA, f"data.path={rows_of(tmp_path / 'a.jsonl', 'xyz')}", f"data.order={order}")
+    run_of(tmp_path / "old", cursor_of(*words), *words)
+    check_rows_go_on(load_run_config(["experiment=quickstart", "run.resume=old", *words]), items_of(*words))
+    rows_of(tmp_path / "a.jsonl", "xyw")
+    message = refuse("run.resume=old", *words)
+    assert "a.jsonl have changed, or become other tokens; resume with the rows that the run began with" in message
 
 
 def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:

@@ -1,0 +1,49 @@
+"""Rows that have changed since a run began are refused once they are read, before the run's processes start."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import checkpoints_of
+from slipstream.orchestrator.cluster import placement
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_log import RunLog
+from slipstream.orchestrator.finetuning import finetune
+from slipstream.orchestrator.reinforcement import reinforce
+from slipstream.orchestrator.run_parts import Ray
+from slipstream.rollout.errors import DataError
+
+
+class StartedAtAll(Exception):
+    """Processes of the run would start."""
+
+
+@pytest.mark.parametrize(("experiment", "train"), [("quickstart", reinforce), ("sft_quickstart", finetune)])
+def test_rows_that_have_changed_end_a_resume_before_processes_start(
+    experiment: str, train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object) -> None:
+        raise StartedAtAll
+
+    monkeypatch.setattr(placement, "Cluster", start)
+    rows, folder = tmp_path / "rows.jsonl", RunFolder(tmp_path / "run")
+    rows.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    words = [f"experiment={experiment}", "data=files", f"data.path={rows}", "data.eval_path=null", "run.resume=run"]
+    config = load_run_config(words)
+
+    def resume(config: RunConfig) -> None:
+        with RunLog(folder.log) as log:
+            asyncio.run(train(config, folder, log, Ray(None, None)))
+
+    store = checkpoints_of(config, folder)
+    cursor: dict[str, Any] = {"epoch": 0, "position": 0, "digest": "of other rows", "seed": 0, "shuffle": True}
+    store.finish(store.begin(3), RunState(3, 3, cursor, {}, BufferState()))
+    with pytest.raises(DataError, match="prompt cursor belongs to other rows"):
+        resume(config)
