@@ -14,7 +14,8 @@ With run.checkpoint_dir complete ones are sent to an object store, and a resume 
 Owns: the format above, atomicity, how many are kept, and the check of a checkpoint against a resumed run's options.
 Does not own: the manifest (manifest.py), the lines of a state (loop_state.py), what the trainer's files contain, how
 they are sent (checkpoint_uploads.py, object_store.py).
-Invariant: a folder named step-* was complete when it got its name; a crash at any time leaves the previous one intact.
+Invariant: a folder named step-* was complete when it got its name, and the run's rows were on the disk; a
+crash at any time, also of the machine, leaves the previous one intact.
 """
 
 from __future__ import annotations
@@ -321,6 +322,10 @@ class CheckpointStore:
         (partial / "groups.jsonl").write_text(rows)
         (partial / "state.json").write_text(json.dumps({"format": FORMAT, **head, "options": self._options}, indent=2))
         write_manifest(partial)
+        run = self._run
+        for file in (run.config, run.metrics, run.evaluations, run.timeline, run.samples, run.startup):
+            if file.is_file():
+                fsync(file)
         final = self.folder / f"step-{state.step:06d}"
         if final.exists():  # of_step() did not find it complete: somebody took files out of it
             shutil.rmtree(final)

@@ -166,20 +166,24 @@ def test_every_field_of_a_waiting_group_comes_back(tmp_path: Path, dtype: type) 
 
 
 def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file, every folder and, once it has its name, the folder that holds the name."""
+    """Every file, every folder, the run's rows and, once it has its name, the folder that holds the name."""
     folder, synced = tmp_path / "checkpoints", []
+    rows = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "samples.jsonl", "startup.jsonl")
+    for name in rows:
+        (tmp_path / name).touch()
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        synced.append((str(path.relative_to(folder)), (folder / "step-000007").exists()))
+        synced.append((os.path.relpath(path, folder), (folder / "step-000007").exists()))
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
     write(make_store(tmp_path))
     partial = ".step-000007.partial"
     names = ("groups.jsonl", "manifest.json", "state.json", "trainer/rank0.bin", "trainer")
-    assert sorted(synced[:-1]) == sorted([(f"{partial}/{name}", False) for name in names] + [(partial, False)])
+    expected = [*(f"{partial}/{name}" for name in names), partial, *(f"../{name}" for name in rows)]
+    assert sorted(synced[:-1]) == sorted((path, False) for path in expected)
     assert synced[-1] == (".", True)
 
 
