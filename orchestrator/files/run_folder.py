@@ -263,7 +263,7 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
         return [f"set of options, maybe: {folder.config} cannot be read"]
     before = dict(flatten(saved))
     now = dict(flatten(to_plain(asdict(config))))
-    return [line for line in _changes(before, now) if not line.startswith(("run.resume:", "run.dir:", "run.name:"))]
+    return [line for line in changes(before, now) if not line.startswith(("run.resume:", "run.dir:", "run.name:"))]
 
 
 def changed_packages(folder: RunFolder) -> list[str]:
@@ -272,10 +272,11 @@ def changed_packages(folder: RunFolder) -> list[str]:
         before = json.loads(folder.environment.read_text())["packages"]
     except (OSError, ValueError, KeyError, TypeError):  # a new run, or one of a release that did not write it down
         return []
-    return _changes(before, _packages())
+    return changes(before, _packages())
 
 
-def _changes(before: JsonObject, now: JsonObject) -> list[str]:
+def changes(before: JsonObject, now: JsonObject) -> list[str]:
+    """A line for each option, or package, whose value is another one."""
     return [
         f"{name}: {repr(before[name]) if name in before else 'not there'} before, "
         f"{repr(now[name]) if name in now else 'not there'} now"

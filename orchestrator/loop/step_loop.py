@@ -78,10 +78,9 @@ class StepLoop(ABC):
         self._activities = activities or Activities()
         self._before_step = before_step
         self._best: BestCheckpoint | None = None
-        if (metric := config.run.keep_best) is not None:
+        if config.run.keep_best is not None:
             first_step = step_of(checkpoints.newest()) if config.run.resume is not None else 0
-            held_out = config.data.held_out_sources
-            self._best = BestCheckpoint(checkpoints, metric, held_out=held_out, up_to_step=first_step)
+            self._best = BestCheckpoint(checkpoints, config, up_to_step=first_step)
         self._is_whole = True
         """Whether trainer, clock and data agree."""
         self._completing: asyncio.Task[None] | None = None

@@ -1,0 +1,88 @@
+"""A resumed run compares an evaluation with the best one before only where both figures mean the same."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.loop import make_config
+
+from slipstream.conf.schema import Objective, RunConfig
+from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, complete_checkpoints, step_of
+
+Change = Callable[[RunConfig], RunConfig]
+
+
+def _with(section: str, **options: object) -> Change:
+    return lambda config: replace(config, **{section: replace(getattr(config, section), **options)})
+
+
+def _sampling(**options: object) -> Change:
+    return lambda c: replace(c, rollout=replace(c.rollout, sampling=replace(c.rollout.sampling, **options)))
+
+
+OTHER_MEANINGS = [
+    (
+        "eval/reward",
+        _with("data", eval_path="harder.jsonl"),
+        "held-out rows: ['held_out.jsonl'] before, ['harder.jsonl'] now",
+    ),
+    (
+        "eval/reward",
+        _with("run", keep_best="eval/pass_at_1"),
+        "run.keep_best: 'eval/reward' before, 'eval/pass_at_1' now",
+    ),
+    ("eval/reward", _with("reward", weight=0.5), "reward.weight: 1.0 before, 0.5 now"),
+    ("eval/reward", _sampling(max_tokens=3), "rollout.sampling.max_tokens"),
+    ("eval/pass_at_1", _with("run", eval_right_from=0.5), "run.eval_right_from: 1.0 before, 0.5 now"),
+    ("eval/majority", _with("run", eval_samples_per_prompt=4), "run.eval_samples_per_prompt"),
+    ("eval/dpo_loss", _with("algorithm", dpo_beta=0.5), "algorithm.dpo_beta: 0.1 before, 0.5 now"),
+]
+SAME_MEANINGS = [
+    ("eval/reward", _with("run", eval_right_from=0.5)),
+    ("eval/reward", _with("reward", timeout_s=99.0, num_processes=3)),
+    ("eval/reward", _with("algorithm", kl_coef=0.5)),
+    ("eval/dpo_accuracy", _with("algorithm", dpo_beta=0.5)),
+]
+
+
+def _two_checkpoints(tmp_path: Path, metric: str) -> tuple[CheckpointStore, RunConfig]:
+    """Steps 1 and 2, of which step 1 is the best."""
+    config = _with("data", eval_path="held_out.jsonl")(_with("run", keep_best=metric)(make_config()))
+    if "dpo" in metric:
+        config = _with("algorithm", objective=Objective.dpo)(config)
+    store = CheckpointStore(tmp_path, keep=1, options={})
+    best = BestCheckpoint(store, config, up_to_step=0)
+    for step in (1, 2):
+        best.evaluating(step)
+        store.finish(store.begin(step), RunState(step, step, {}, {}, BufferState()))
+        best.judge(step, 0.5)
+    return store, config
+
+
+@pytest.mark.parametrize(("metric", "change", "said"), OTHER_MEANINGS)
+def test_a_figure_by_other_options_is_not_compared_with(
+    metric: str, change: Change, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that was the best stays until another one is."""
+    store, config = _two_checkpoints(tmp_path, metric)
+    resumed = BestCheckpoint(store, change(config), up_to_step=2)
+    (message,) = caplog.messages
+    assert message.startswith("step 1 was the best by another figure, and one is chosen anew (") and said in message
+    store.prune()
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 2]
+    resumed.judge(2, 99.0 if "loss" in metric else -99.0)
+    assert (tmp_path / "best").resolve().name == "step-000002"
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize(("metric", "change"), SAME_MEANINGS)
+def test_a_figure_is_compared_with_whatever_else_has_changed(
+    metric: str, change: Change, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, config = _two_checkpoints(tmp_path, metric)
+    BestCheckpoint(store, change(config), up_to_step=2).judge(2, 0.4)
+    assert not caplog.messages
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 2]
