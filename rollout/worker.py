@@ -70,12 +70,7 @@ class RolloutWorker:
     """
 
     def __init__(
-        self,
-        options: WorkerOptions,
-        *,
-        seed: int,
-        host: str = "127.0.0.1",
-        make_engine: Callable[..., EngineWithSlots],
+        self, options: WorkerOptions, *, seed: int, host: str = "127.0.0.1", make_engine: Callable[..., EngineWithSlots]
     ) -> None:
         folder, config, dtype, device = options.folder, options.config, options.dtype, options.device
         self._tokenizer = _read_tokenizer(folder)

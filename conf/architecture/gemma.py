@@ -259,12 +259,7 @@ def _ropes(config: JsonObject, head_dim: int) -> list[RopeSpec]:
 FAMILIES = {
     "gemma3_text": Family(gemma3, wrapper="gemma3", left_out=GEMMA3_DEFAULTS, head_dim=256),
     "gemma4_text": Family(
-        gemma4,
-        wrapper="gemma4",
-        head_dim=256,
-        engine_fields=gemma4_engine_fields,
-        fills_slots=False,
-        names_slots=False,
+        gemma4, wrapper="gemma4", head_dim=256, engine_fields=gemma4_engine_fields, fills_slots=False, names_slots=False
     ),
 }
 """By model_type."""

@@ -19,14 +19,8 @@ from slipstream.conf.schema.algorithm import (
     Objective as Objective,
     RatioBaseline as RatioBaseline,
 )
-from slipstream.conf.schema.cluster import (
-    ClusterConfig as ClusterConfig,
-    Device as Device,
-)
-from slipstream.conf.schema.data import (
-    DataConfig as DataConfig,
-    Order as Order,
-)
+from slipstream.conf.schema.cluster import ClusterConfig as ClusterConfig, Device as Device
+from slipstream.conf.schema.data import DataConfig as DataConfig, Order as Order
 from slipstream.conf.schema.model import (
     DType as DType,
     EngineFormat as EngineFormat,
@@ -46,9 +40,7 @@ from slipstream.conf.schema.numerics import (
     RouterFormat as RouterFormat,
     RouterLogits as RouterLogits,
 )
-from slipstream.conf.schema.parity import (
-    ParityConfig as ParityConfig,
-)
+from slipstream.conf.schema.parity import ParityConfig as ParityConfig
 from slipstream.conf.schema.reward import (
     ANSWER as ANSWER,
     READ_AN_ANSWER as READ_AN_ANSWER,
@@ -66,13 +58,8 @@ from slipstream.conf.schema.rollout import (
     RolloutConfig as RolloutConfig,
     SamplingConfig as SamplingConfig,
 )
-from slipstream.conf.schema.run import (
-    RunConfig as RunConfig,
-    RunSection as RunSection,
-)
-from slipstream.conf.schema.teacher import (
-    TeacherConfig as TeacherConfig,
-)
+from slipstream.conf.schema.run import RunConfig as RunConfig, RunSection as RunSection
+from slipstream.conf.schema.teacher import TeacherConfig as TeacherConfig
 from slipstream.conf.schema.trainer import (
     ENGINE_LORA_RANKS as ENGINE_LORA_RANKS,
     LORA_TARGETS as LORA_TARGETS,

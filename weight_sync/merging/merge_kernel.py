@@ -241,11 +241,7 @@ def tiles_of(operands: MergeOperands) -> Tiles:
     arguments = (matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch)
     rank = b.shape[2]
     block_k = SMALL_RANK if rank <= SMALL_RANK else TILE_RANK
-    constants = {
-        "RANK": rank,
-        "PADDED_RANK": triton.cdiv(rank, block_k) * block_k,
-        "num_warps": 4,
-    }
+    constants = {"RANK": rank, "PADDED_RANK": triton.cdiv(rank, block_k) * block_k, "num_warps": 4}
     return Tiles(grid, arguments, constants, rows_a_band)
 
 

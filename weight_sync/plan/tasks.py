@@ -17,16 +17,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.weight_sync.layout import DTYPE_BYTES, Destination, Region
-from slipstream.weight_sync.plan.columns import (
-    Columns,
-    Ints,
-    Narrow,
-    as_list,
-    axes_of,
-    num_dims,
-    region_of,
-    starts_of,
-)
+from slipstream.weight_sync.plan.columns import Columns, Ints, Narrow, as_list, axes_of, num_dims, region_of, starts_of
 
 MESH_GROUPS: tuple[str, str] = ("dense", "experts")
 """In sending order."""
