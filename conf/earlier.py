@@ -40,8 +40,7 @@ class Gone(NamedTuple):
     cure: str
     """What to do in their place; ends "there is no option NAME any more; "."""
     values: Mapping[tuple[object, ...], Mapping[str, object]] = MappingProxyType({})
-    """What they may be in the folder of an old run -> what that is now. A folder that lacks one has the first of
-    these."""
+    """What they may be in the folder of an old run -> what that is now. A folder that lacks one has its first."""
 
 
 def _gone(name: str, cure: str, *values: object) -> Gone:
@@ -193,9 +192,7 @@ GONE_CHOICES = {"weight_sync=disabled": "run python -m bench.controls train to p
 
 
 def explain(name: str) -> str | None:
-    """What to say of an option of an earlier release, or of a choice (GROUP=CHOICE), on the command line; None: there
-    was none of this name.
-    """
+    """What to say of an option of an earlier release, or of a choice (GROUP=CHOICE); None: there was none."""
     part = re.match(r"reward\.parts\.[^.]+\.", name)
     where = part[0] if part else REWARD
     name_of_one = REWARD + name.removeprefix(where) if part else name

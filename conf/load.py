@@ -126,9 +126,7 @@ def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_
 
 
 def resolved_yaml(config: RunConfig) -> str:
-    """Every option of the run with its final value, as YAML that `load_resolved_yaml` turns back into an equal
-    RunConfig.
-    """
+    """Every option of the run with its final value, as YAML that `load_resolved_yaml` reads as an equal RunConfig."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 

@@ -71,8 +71,7 @@ class Roster:
 
     @property
     def in_words(self) -> str:
-        """How many workers serve, for people: "2 of 3 rollout workers serve". A worker that a publish holds counts as
-        serving."""
+        """How many workers serve, for people: "2 of 3 rollout workers serve". One that a publish holds counts."""
         num_there = self.count(ReplicaState.serving, ReplicaState.updating)
         return f"{num_there} of {counted(self.num_wanted, 'rollout worker')} serve"
 

@@ -38,8 +38,7 @@ class Room:
     free: Mapping[str, int]
     """Machine -> how many further workers it has room for."""
     reserved: Mapping[str, str]
-    """Worker -> the machine where its room is reserved. A worker that is missing here has no room, or its machine has
-    left."""
+    """Worker -> the machine where its room is reserved. One that is missing has no room, or its machine has left."""
 
 
 MakeRoom = Callable[[Mapping[str, str | None]], Awaitable[None]]

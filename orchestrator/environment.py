@@ -120,9 +120,7 @@ def apply(chosen: Sequence[Variable], environ: MutableMapping[str, str] | None =
 
 
 def resolve_device(device: Device, machine: Machine = HERE) -> RunDevice:
-    """`auto` is cuda when the machine has a GPU that this process may use, and where the packages are those for GPUs;
-    else cpu.
-    """
+    """`auto` is cuda when this process may use a GPU, and where the packages are those for GPUs; else cpu."""
     if device is not Device.auto:
         return "cuda" if device is Device.cuda else "cpu"
     return "cuda" if machine.count_gpus() > 0 or machine.is_set_up_for_gpus() else "cpu"

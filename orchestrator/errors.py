@@ -23,9 +23,7 @@ from slipstream.conf.errors import ConfigError, SlipstreamError
 
 
 class PreflightError(ConfigError):
-    """The run cannot start on this machine with these files. The message lists every problem found, each with its
-    cure.
-    """
+    """The run cannot start on this machine with these files. The message lists every problem, each with its cure."""
 
 
 class OrchestratorError(SlipstreamError):

@@ -57,9 +57,7 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Parsed `nvidia-smi topo -m`. Cells: NV18 (NVLinks), PIX/PXB (same PCIe switch), NODE, SYS (across sockets), X
-    (itself).
-    """
+    """Parsed `nvidia-smi topo -m`. Cells: NV18 (NVLinks), PIX/PXB (one PCIe switch), NODE, SYS (other socket), X."""
 
     gpu_links: dict[tuple[int, int], str]
     """(gpu, other gpu) -> cell."""

@@ -34,8 +34,7 @@ from slipstream.weight_sync.replica.version_state import VersionState
 P = ParamSpec("P")
 T = TypeVar("T")
 CALL_SLACK_S = 5.0
-"""The publisher gives a replica up after weight_sync.timeout_s. If a rank takes this much longer, the engine counts as
-dead."""
+"""The publisher gives a replica up after weight_sync.timeout_s. An engine whose rank takes so much longer is dead."""
 
 
 class BaseReplica:

@@ -71,8 +71,7 @@ async def go_on(
 
 
 def without_half_a_stop(so_far: Rollout, stop: Sequence[str]) -> Rollout:
-    """Drop the last tokens, where a stop text may have begun: the engine looks for it only in what it samples
-    itself."""
+    """Drop the last tokens, where a stop text may begin: the engine looks for it only in what it samples itself."""
     num_kept = len(so_far.token_ids) - max((len(text.encode()) - 1 for text in stop), default=0)
     if num_kept >= len(so_far.token_ids):
         return so_far

@@ -22,8 +22,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 
 PARENT_VARIABLE = "SLIPSTREAM_CRASH_REPORT"
-"""Environment variable with the path of this process's report, without its ending, for processes that it starts; not an
-option."""
+"""Environment variable: the path of this process's report, without its ending, for processes that it starts."""
 COMMAND = "command"
 """Name of the report of a run's command."""
 _ROOT = Path(__file__).parents[1]

@@ -22,8 +22,7 @@ from slipstream.weight_sync.replica.recovery import Offer, Pulled, make_offer, p
 WEIGHTS = 0
 """The `slot` of an engine's own weights, for which a rank has one receiver."""
 _NOISE_STD = 0.5
-"""Standard deviation of the probe's noise: far above any trained factor, so that it shows despite small norms and
-bfloat16."""
+"""Standard deviation of the probe's noise: far above any trained factor, to show despite small norms and bfloat16."""
 
 
 class Receivers:

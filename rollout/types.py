@@ -160,8 +160,7 @@ class Rollout:
     policy_versions: list[int]
     """Policy version that sampled each token; non-decreasing."""
     text: str
-    """What rewards judge: the response, or an episode's last one. It contains special tokens only if
-    reward.keep_special_tokens is set."""
+    """What rewards judge: the response, or an episode's last. reward.keep_special_tokens: with special tokens."""
     finish_reason: str
     """"stop" (end of sequence) or "length"; an episode's is that of its last response."""
     num_evictions: int = 0

@@ -81,8 +81,7 @@ class GatheredAdapter:
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file that others may read as far as the umask lets them; safetensors itself makes one that is
-    for its owner alone."""
+    """Write a safetensors file that others may read as the umask lets them; safetensors' own is for its owner alone."""
     partial = file.with_name(f".{file.name}.partial")
     partial.unlink(missing_ok=True)
     partial.touch()

@@ -144,8 +144,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """A live view of this rank's rows (dim 0) of a parameter, and the first row's index in the whole. Does not
-    communicate."""
+    """A live view of this rank's rows (dim 0) of a parameter, and the first one's index in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
     mesh = tensor.device_mesh

@@ -38,9 +38,7 @@ from slipstream.trainer.step.learner import Learner
 
 
 class RankStates:
-    """The states of one loaded rank. Every public method but has_written and settle is collective over the trainer's
-    ranks.
-    """
+    """The states of one loaded rank. Methods, has_written and settle aside, are collective over the trainer's ranks."""
 
     def __init__(
         self,
@@ -90,8 +88,7 @@ class RankStates:
             self._writes.begin(partial(gathered.write, adapter))
 
     def has_written(self) -> bool:
-        """Whether begin_checkpoint() has written this rank's files. If one could not be written, this raises why,
-        once."""
+        """Whether begin_checkpoint() has written this rank's files. Raises why one could not be written, once."""
         return self._writes.are_done()
 
     def save_state(self, folder: str | Path) -> None:

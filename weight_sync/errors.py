@@ -32,8 +32,7 @@ class RecordError(WeightSyncError, ValueError):
 
 
 class PlanError(WeightSyncError, ValueError):
-    """The sources cannot fill a destination, or a plan does not do what the loads say. Names the tensor and the
-    parameter."""
+    """The sources cannot fill a destination, or a plan does not do what loads say. Names the tensor and parameter."""
 
 
 class TransportError(WeightSyncError, ConnectionError):
@@ -65,8 +64,7 @@ class PlanMismatch(ProtocolError):
 
 
 class IntegrityError(WeightSyncError, RuntimeError):
-    """Received bytes differ from the sent ones, or did not change although the source did. Names the first
-    parameters."""
+    """Received bytes differ from the sent ones, or did not change and the source did. Names the first parameters."""
 
 
 class ReplicaDirty(WeightSyncError, RuntimeError):

@@ -158,8 +158,7 @@ INDEXER = "indexer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerSpec:
-    """What chooses the keys that each query of a latent attention sees (DeepSeek Sparse Attention,
-    https://arxiv.org/abs/2512.02556)."""
+    """What chooses the keys of each query of a latent attention (DeepSeek Sparse Attention, arXiv:2512.02556)."""
 
     num_heads: int
     head_dim: int

@@ -175,8 +175,7 @@ def _linear(config: JsonObject, rope: JsonObject) -> LinearScaling:
 
 
 def refuse_windows(config: JsonObject, kind: str = "full_attention") -> None:
-    """For families whose layers are all of one kind, without a window: vLLM gives each layer a window that the config
-    names."""
+    """For families whose layers are all alike, without a window: vLLM gives each a window that the config names."""
     refuse(config, sliding_window=(None,))
     refuse_layer_types(config, kind)
 

@@ -130,8 +130,7 @@ def _check_dense_layers(config: JsonObject, unsaid: list[str], unsaid_words: str
 
 
 def glm4_moe_lite(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """GLM-4.7-Flash (transformers models/glm4_moe_lite): DeepSeek-V3's latent attention, and GLM's experts and
-    routing."""
+    """GLM-4.7-Flash (transformers models/glm4_moe_lite): DeepSeek-V3's latent attention, GLM's experts and routing."""
     num_layers = size(config, "num_hidden_layers")
     _check_dense_layers(config, ["dense", *["sparse"] * (num_layers - 1)], "none, which is one dense layer")
     turning = size(config, "qk_rope_head_dim")

@@ -26,8 +26,7 @@ class EngineAttention:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One entry of `families.FAMILIES`. The defaults are those of a family that is not in it, which an engine may
-    know."""
+    """One entry of `families.FAMILIES`. Defaults are those of a family that is not in it, which an engine may know."""
 
     read: Callable[[JsonObject, MlaNormEps], ModelSpec] | None = None
     wrapper: str | None = None

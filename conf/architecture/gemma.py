@@ -159,8 +159,7 @@ def _gemma4_attentions(config: JsonObject) -> tuple[GqaSpec, ...]:
 
 
 def _full_attention(config: JsonObject, local: GqaSpec, kinds: list[str]) -> GqaSpec:
-    """The heads of layers without a window: `per_layer_config`, as transformers writes them, or global fields, as
-    published."""
+    """The heads of layers without a window: `per_layer_config` (transformers), or global fields (as published)."""
     are_values = config.get("attention_k_eq_v") or False
     if not isinstance(are_values, bool):
         raise ConfigError(f"model.hf_config.attention_k_eq_v must be true or false, got {are_values!r}")

@@ -117,8 +117,7 @@ def qwen3_5_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 
 def _with_shared_gate(config: JsonObject, moe: MoeSpec, default: int | None = None) -> MoeSpec:
-    """The same, and an expert that every token passes, weighed by a gate of its own; of `default` width, if the config
-    does not say."""
+    """The same, and an expert for every token, weighed by a gate of its own; of `default` width, if nothing is said."""
     return replace(
         moe,
         shared_intermediate_size=size(config, "shared_expert_intermediate_size", default),

@@ -193,8 +193,7 @@ def swiglu(
 
 
 def _int4(weights: Parameters) -> Parameters:
-    """The three tensors of each packed weight. Every row consists of whole groups (quantized_checkpoints.py checks
-    it)."""
+    """The three tensors of each packed weight. Rows consist of whole groups (quantized_checkpoints.py checks it)."""
     parameters: Parameters = {}
     for name, weight in weights.items():
         rows, columns = weight.shape

@@ -72,5 +72,4 @@ class RopeSpec:
     """Dims 2i and 2i + 1 make a pair (DeepSeek); else dims i and i + dim / 2."""
     scaling: RopeScaling | None = None
     is_wide: bool = False
-    """vLLM keeps cosines and sines in float32; one with torch.compile fuses the cast away, so that they are never
-    rounded (gpt-oss)."""
+    """vLLM keeps cosines and sines in float32; torch.compile fuses the cast away: they are never rounded (gpt-oss)."""

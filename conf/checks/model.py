@@ -231,8 +231,7 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: HfConfig) -> None:
 
 
 def check_cpu_engine_has_kernels(config: RunConfig, hf_config: HfConfig) -> None:
-    """The CPU engine lacks parts of some families, and computes some attentions in one format and for one width of
-    heads."""
+    """The CPU engine lacks parts of some families, and does some attentions in one format and width of heads only."""
     if config.cluster.device is not Device.cpu:
         return
     if (lack := family_of(hf_config).lacks_on_cpu) is not None:

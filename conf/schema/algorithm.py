@@ -203,17 +203,11 @@ class AlgorithmConfig:
     )
     """Lowest ratio, below which a token is left out. null: 0.5 for icepop, 0.999 for geometric_mis, else 0."""
     correction_max: float | None = field(default=None, metadata=read_if(CORRECTED))
-    """Highest ratio, above which a weight is cut, or a token left out. null: 5 for icepop, 1.001 for geometric_mis,
-    else 2.
-    """
+    """Highest ratio; above, a weight is cut, or a token left out. null: icepop 5, geometric_mis 1.001, else 2."""
     kl_coef: float = 0.0
-    """Weight of the estimate of KL(policy || reference); the reference is the policy before training. 0 skips its
-    forward pass.
-    """
+    """Weight of the estimate of KL(policy || reference), the policy before training. 0 skips its forward pass."""
     kl_estimator: KlEstimator = field(default=KlEstimator.k3, metadata=read_if(If("algorithm.kl_coef!=0")))
-    """k1: the log-ratio; in the loss its expected gradient is 0. k2: half its square. k3: never negative and unbiased
-    (GRPO).
-    """
+    """k1: the log-ratio; in the loss its expected gradient is 0. k2: half its square. k3: >= 0 and unbiased (GRPO)."""
     kl_in: KlPlace = field(default=KlPlace.loss, metadata=read_if(If("algorithm.kl_coef!=0")))
     """loss: the estimate is added to each token's loss. reward: it is subtracted from the reward, so that it counts in
     the advantage; the trainer first computes the batch's log-probabilities once more.

@@ -68,9 +68,7 @@ class DataConfig:
     its line number. null: any length.
     """
     max_prompt_tokens: int | None = None
-    """Longest prompt. A longer one is refused, with its line number. null: rollout.max_model_len -
-    rollout.sampling.max_tokens.
-    """
+    """Longest prompt; longer ones are refused. null: rollout.max_model_len - rollout.sampling.max_tokens."""
     drop_too_long: bool = False
     """Leave out rows that are longer than these two allow, instead of refusing them. The start of a run tells how many
     (with `stream`: how many of the first ones).

@@ -97,9 +97,7 @@ class Roundings:
     in vLLM's kernels, whose intermediate caches are in model.dtype. once: after the last. gpt-oss: gate and up alone.
     """
     router_weights: RouterFormat = RouterFormat.float32
-    """Weights of a softmax router. float32: as vLLM's. model: rounded to model.dtype, as transformers'. A sigmoid
-    router's are float32.
-    """
+    """Weights of a softmax router. float32: as vLLM's. model: in model.dtype, as transformers'. Sigmoid: float32."""
     router_logits: RouterLogits = RouterLogits.engine
     """Logits of a sigmoid router. float32: as transformers. model: rounded to model.dtype. engine: as vLLM has them,
     float32 for GLM-4 MoE, model.dtype for DeepSeek-V3 and Kimi-K2 unless config.json has moe_router_dtype=float32.

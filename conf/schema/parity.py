@@ -13,9 +13,7 @@ class ParityConfig:
     warn_k3: float = 0.05
     """Log a warning when the mismatch KL of a step (parity/k3, or parity/k3_stale) is above it. 0: never."""
     stop_k3: float = 0.0
-    """End the run, its state saved, when the mismatch KL of a step (parity/k3, or parity/k3_stale) is above it.
-    0: never.
-    """
+    """End the run, its state saved, when a step's mismatch KL (parity/k3, parity/k3_stale) is above it. 0: never."""
 
     mask_log_ratio: float = 0.0
     """Tokens whose log-probabilities differ by more than this are left out of the policy's loss, whatever

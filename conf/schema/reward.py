@@ -56,9 +56,7 @@ class CodeConfig:
     partial: bool = False
     """The reward is the share of tests that pass. false: 1 if all do, otherwise 0."""
     wall_s: float = 10.0
-    """Seconds of one test, and as many seconds of CPU time of all its processes together; all tests of a response share
-    reward.timeout_s.
-    """
+    """Seconds of one test, also of CPU time of all its processes; tests of a response share reward.timeout_s."""
     memory_bytes: int = 1 << 30
     """Memory of one test's processes together. They may be 32, and write 64 MiB to /tmp, which is kept in memory;
     nothing else can be written to.
@@ -86,9 +84,7 @@ class RewardPart:
     max_concurrent: int = field(
         default=64, metadata=read_if(If("reward.kind=*:*|judge", cure=": set reward.num_processes"))
     )
-    """Async functions and judge: samples (or groups) that one process judges at the same time. A plain function judges
-    one.
-    """
+    """Async functions and judge: samples (or groups) that one process judges at once. A plain function judges one."""
     env: tuple[str, ...] = field(
         default=(), metadata=read_if(If("reward.kind=*:*", cure=": only functions read the environment"))
     )

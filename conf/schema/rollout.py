@@ -100,8 +100,7 @@ class EpisodesConfig:
     timeout_s: float = 600.0
     """If an episode takes longer, it is ended, left out of training and counted."""
     blocked_s: ClassVar[float] = 30.0
-    """If the event loop of an agent process does not turn for so long, the process is replaced; its episodes are lost.
-    """
+    """If the event loop of an agent process does not turn for so long, it is replaced; its episodes are lost."""
     num_processes: int = 1
     """Processes that run agents. One runs thousands of episodes that wait, and as much Python as one core can."""
     env: tuple[str, ...] = ()

@@ -86,9 +86,7 @@ class RunSection:
     project: str = field(
         default="slipstream", metadata=read_if(If("run.loggers=wandb|mlflow", cure="name wandb or mlflow there"))
     )
-    """Project of W&B (PROJECT, or TEAM/PROJECT of a team or another user) and experiment of MLflow in which runs
-    appear.
-    """
+    """Project of W&B (PROJECT, or TEAM/PROJECT of a team or another user) and experiment of MLflow of the runs."""
 
     def __post_init__(self) -> None:
         require(
@@ -176,9 +174,7 @@ class RunConfig:
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether trainer and engines compute the same bits: engines with batch-invariant kernels, which the trainer
-        calls.
-        """
+        """Whether trainer and engines compute the same bits: the trainer calls their batch-invariant kernels."""
         return self.trainer.numerics.match is Match.bitwise
 
     @property

@@ -36,9 +36,7 @@ class AskedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig(AskedModel):
-    """A server that gives the log-probabilities of given tokens, such as `vllm serve` on other GPUs. Its tokenizer must
-    be the policy's.
-    """
+    """A server that gives log-probabilities of given tokens, such as `vllm serve`. Its tokenizer is the policy's."""
 
     max_concurrent: ClassVar[int] = 64
     """Responses that it is asked about at the same time; more wait here instead of there."""

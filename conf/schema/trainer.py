@@ -62,14 +62,11 @@ class LoraConfig:
     expert_rank: int | None = field(
         default=None, metadata=read_if(If("trainer.lora.targets=experts", cure=REMOVE_ONE), HAS_EXPERTS)
     )
-    """Rank in routed experts. They have by far the most adapters, whose memory grows with this rank. At most 512.
-    null: `rank`.
-    """
+    """Rank in routed experts, whose adapters are by far the most and grow with it. At most 512. null: `rank`."""
     alpha: float = 32.0
     """Numerator of the scale alpha / rank. A power-of-two scale is exact in bfloat16."""
     dtype: DType = DType.float32
-    """Format of the adapters' parameters and gradients. bfloat16 halves both; updates are then rounded stochastically.
-    """
+    """Format of the adapters' parameters and gradients. bfloat16 halves both; updates are rounded stochastically."""
     targets: tuple[str, ...] = LORA_TARGETS
     """What is adapted. attention: every projection of it: q, k, v and o, or q_a, q_b, kv_a, kv_b and o of latent
     attention. mlp: gate, up and down of dense feed-forwards and of shared experts. experts: those of every routed
@@ -205,9 +202,7 @@ class TrainerConfig:
     lora: LoraConfig = field(default_factory=LoraConfig, metadata=read_if(If("trainer.mode=lora")))
     """The adapters."""
     train_router: bool = field(default=False, metadata=read_if(HAS_EXPERTS))
-    """Let the optimizer change MoE router weights (mode=full only). Frozen routers keep RL stable and routing
-    replayable.
-    """
+    """Let the optimizer change MoE router weights (mode=full). Frozen ones keep RL stable and routing replayable."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     max_microbatch_tokens: int = 16384
     """The most tokens that one rank packs into one forward and backward pass; cp_size ranks together pack cp_size times

@@ -88,8 +88,7 @@ class WeightSyncConfig:
     right in the mean. nearest: such an update is lost, and engines sample from nearly the base (docs/parity.md).
     """
     transport: TransportKind = TransportKind.auto
-    """Link that must carry the weights. If the connection turns out to be another one, that is an error; there is no
-    fallback."""
+    """Link that must carry the weights. If it turns out to be another one, that is an error; there is no fallback."""
     watermark_bytes: int = 1 << 30
     """The most temporary device memory that a publish may hold on one rank at once, of all kinds together. A single
     transfer is at most half of it.

@@ -104,9 +104,7 @@ def remove_journal(folder: RunFolder) -> None:
 
 
 def waits_for(config: RunConfig) -> RunState | None:
-    """What the run that is to be resumed had reached, if its processes wait for another controller and its options are
-    as they were.
-    """
+    """What the run to be resumed had reached, if its processes wait for a controller and its options are the same."""
     root = resumed_folder(config.run)
     if root is None:
         return None

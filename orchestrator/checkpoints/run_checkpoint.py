@@ -192,9 +192,7 @@ class CheckpointStore:
         self._uploads: CheckpointUploads | None = None
 
     def begin_sending(self) -> None:
-        """Send each complete checkpoint to the object store, if there is one, from here on; and the newest one, if it
-        is not there.
-        """
+        """From here on send each complete checkpoint to the object store, if there is one; and the newest one now."""
         record = self.folder / "remote.json"
         if self._remote is None:
             record.unlink(missing_ok=True)  # of an earlier part of the run

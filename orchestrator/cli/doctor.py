@@ -82,8 +82,7 @@ PACKAGES = (
     Supported("triton", ("3.7", "3.6"), ("triton",), is_required=False),
     Supported("tensorboard", ("2",), ("tensorboard",), is_required=False),
 )
-"""Major and minor versions that the test suite runs with; the exact pins of an environment are in requirements/*.lock.
-"""
+"""Major and minor versions that the tests run with; the exact pins of an environment are in requirements/*.lock."""
 
 
 NO_GPU = Finding(
@@ -244,9 +243,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def ports_and_ray(machine: Machine) -> Iterator[Finding]:
-    """The dashboard's port, a Ray cluster that already runs here, where sockets lie, and the token of each run of this
-    user.
-    """
+    """The dashboard's port, a Ray cluster that runs here, where sockets lie, and the token of this user's runs."""
     port = DASHBOARD_PORT
     if machine.is_port_free(port):
         yield Finding("ray", f"port {port} (dashboard)", "free")

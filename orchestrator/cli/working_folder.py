@@ -21,9 +21,7 @@ _PATH = re.compile(
 
 
 def stand_where_it_began(run: RunFolder, overrides: Sequence[str]) -> list[str]:
-    """Change to the run's working folder, and say so. Returns the words; those that name a file that is here name it
-    still.
-    """
+    """Change to the run's working folder, and say so. Returns the words; files that they name are the same."""
     began, here = working_folder(run), Path.cwd()
     if began is None or began == here:
         return list(overrides)

@@ -248,9 +248,7 @@ class Cluster:
         return self._rollout.rooms
 
     async def _make_room_at_start(self) -> int:
-        """For workers beyond those of the run's own placement group, as far as there is room. Returns how many workers
-        start.
-        """
+        """For workers beyond those of the run's placement group, as far as there is room. Returns how many start."""
         least, most = self._config.rollout.bounds
         wanted = most if self._num_asked is None else self._num_asked
         if wanted <= least:
@@ -267,9 +265,7 @@ class Cluster:
         return num_workers
 
     async def end_worker(self, name: str) -> None:
-        """End a worker for good: nobody sends it anything any more. Its memory is free once the trainer has closed its
-        links.
-        """
+        """End a worker for good: nobody calls it any more. Its memory is free once the trainer has closed its links."""
         assert self._rollout is not None
         try:
             await self._close_links_to(place_of(name))

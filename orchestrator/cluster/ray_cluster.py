@@ -215,9 +215,7 @@ class RayCluster:
         return await self._made(described, name)
 
     async def new_actor_of_node(self, cls: type[ActorT], name: str, node: str) -> type[ActorT]:
-        """Start an actor without a bundle on a node (Ray's id), unless it is there. Ray starts it there again when its
-        process dies.
-        """
+        """Start an actor without a bundle on a node (Ray's id), unless it is there. Ray restarts it when it dies."""
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         described = ray.remote(cls).options(
             name=name,

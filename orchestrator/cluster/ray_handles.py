@@ -32,8 +32,7 @@ T = TypeVar("T")
 _SAVE_TIMEOUT_S = 1800.0
 """Longest a rank may write or read its files: 100 GB at 60 MB/s, a slow shared disk."""
 _DEATH_TOLD_S = 10.0
-"""How long after a rank's error it is asked whether another one has died, of which Ray tells within a second; on a very
-busy machine, later."""
+"""How long after a rank's error it is asked whether another has died; Ray tells within a second, if not very busy."""
 _SETTLE_S = 60.0
 """Longest that ranks may be busy with what a controller asked for that is gone. They are started again then."""
 _KEEP_S = 10.0
@@ -188,9 +187,7 @@ class RayTrainerGroup:
         self._rebirth.engines = Engines(endpoints, slots)
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
-        """Send the current policy version to every replica but those excluded. Rank 0 speaks for all, and writes the
-        timeline to `trace`.
-        """
+        """Send the current policy version to all replicas but those excluded. Rank 0 writes the timeline to `trace`."""
         self._rebirth.engines.absent.update(exclude)
         return (await self._on_all("publish", lambda _: (list(exclude), trace), timeout_s))[0]
 
@@ -243,9 +240,7 @@ class RayTrainerGroup:
         return results
 
     async def _on_all(self, what: str, arguments: Arguments, timeout_s: float) -> list[Any]:
-        """call_all(), and once more whenever all ranks were started again. Several calls may have failed at once: the
-        first one sees to that.
-        """
+        """call_all(), and once more whenever ranks were started again. The first call that fails sees to that."""
         while True:
             ranks = self._ranks
             try:

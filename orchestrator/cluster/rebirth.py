@@ -173,9 +173,7 @@ class Rebirth:
         return len({one.returned[0].policy_version for one in noted})
 
     def note(self, what: str, arguments: Arguments, timeout_s: float, returned: Any = None) -> None:
-        """All ranks have made a call that changes them. If they began to send a state in it, all of those before it are
-        whole.
-        """
+        """All ranks have made a call that changes them. If they began to send a state, those before it are whole."""
         if self._why_not:
             return
         if what != KEEP:

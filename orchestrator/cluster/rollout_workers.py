@@ -40,8 +40,7 @@ from slipstream.weight_sync.merging.factors import OwnMergeSpec
 logger = logging.getLogger(__name__)
 
 _CONCURRENT_CALLS = 100
-"""How many calls to a worker's actor go on at once: one of each controller that the run had waits for the worker's end.
-"""
+"""How many calls to a worker's actor go on at once: one of each controller that the run had waits for its end."""
 _ASK_EVERY_S = 0.5
 """Pause between two questions to a worker that starts: how exact its phases are."""
 

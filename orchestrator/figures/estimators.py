@@ -59,9 +59,7 @@ def majority_vote(answers: Sequence[str | None], is_right: Sequence[bool]) -> fl
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of one value per prompt, and its standard error s / sqrt(m), s with m - 1 in the denominator; None of no
-    value.
-    """
+    """The mean of one value per prompt, with standard error sqrt(sum (x - mean)^2 / (m - 1) / m); None without any."""
     num = len(values)
     if not num:
         return None

@@ -123,8 +123,7 @@ def in_words(figures: Mapping[str, float | int | None], figure: str, spec: str =
 
 
 def choosing_metrics(config: RunConfig) -> list[str]:
-    """Figures by which run.keep_best may choose; those that is_better names aside, they are better the larger
-    they are."""
+    """Figures by which run.keep_best may choose; larger ones are better, but for those that is_better names."""
     names = eval_names(config)
     if config.algorithm.objective is not Objective.policy:
         found = [name for name, _, _ in TAUGHT_FIGURES[config.algorithm.objective]]

@@ -36,8 +36,7 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-"""`role: content`, a line for each message; an answer ends with <eos>. It needs no character beyond a vocabulary of 64.
-"""
+"""`role: content`, a line for each message; an answer ends with <eos>. A vocabulary of 64 has all its characters."""
 
 
 def known_characters(vocab_size: int) -> frozenset[str]:

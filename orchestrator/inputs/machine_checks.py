@@ -26,8 +26,7 @@ from slipstream.trainer.weights.stored_adapter import num_adapted
 from slipstream.weight_sync.layout import DTYPE_BYTES
 
 MAX_PROCESSES_PER_CORE = 8
-"""With more processes per core, a warning is given: they take turns, and may not start within cluster.start_timeout_s.
-"""
+"""With more processes per core, a warning is given: they take turns, and may miss cluster.start_timeout_s."""
 TRAINER_RANK_BYTES = 300 << 20
 """Memory of a rank on CPUs, without weights. Measured (Pss) with the quick start."""
 ENGINE_QUEUE_BYTES = 160 << 20

@@ -187,9 +187,7 @@ class Controller(StepLoop):
         }
 
     async def _floor_of(self, batch: Batch, step: int) -> dict[str, Value]:
-        """The engines' mismatch with themselves, where it is due. They have little else to do while gradients are
-        computed.
-        """
+        """The engines' mismatch with themselves, where it is due. While gradients are computed they have time."""
         is_due = step == 1 or step % FLOOR_EVERY_STEPS == 0
         if not is_due or self._config.rollout.sampling.temperature != 1:  # prefill's log-probabilities are without it
             return {}

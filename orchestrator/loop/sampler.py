@@ -212,9 +212,7 @@ class Sampler:
 
 
 def seeded(sampling: SamplingConfig, *numbers: int) -> SamplingConfig:
-    """The same options with the seed of one group, which depends on rollout.sampling.seed and these numbers; its
-    responses count up from it.
-    """
+    """The same options with the seed of one group, made of rollout.sampling.seed and these numbers."""
     if sampling.seed is None:
         return sampling
     digest = hashlib.blake2b(repr((sampling.seed, *numbers)).encode(), digest_size=6).digest()

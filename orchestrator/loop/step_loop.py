@@ -155,9 +155,7 @@ class StepLoop(ABC):
         return saved
 
     async def _begin_save(self) -> None:
-        """Let the trainer copy what a checkpoint holds. Steps may go on while it is completed; the next one waits for
-        that.
-        """
+        """Let the trainer copy what a checkpoint holds. It is completed beside steps; the next one waits for that."""
         await self._completed()
         if self._checkpoints.of_step(self.step) is not None:
             return  # it has the same weights; groups that were finished since are sampled again

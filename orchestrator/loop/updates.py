@@ -95,8 +95,7 @@ async def update(
 
 
 def combined(steps: Sequence[OptimStats]) -> OptimStats:
-    """The step's: its last version and learning rate, the mean norm of the updates that were applied. Not finite only
-    if none was."""
+    """The step's: its last version and learning rate, the mean norm of applied updates; not finite if none was."""
     applied = [step for step in steps if step.is_finite]
     if not applied:
         return steps[-1]

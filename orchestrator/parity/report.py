@@ -109,8 +109,7 @@ def _tables(report: ParityReport) -> Iterator[tuple[str, tuple[str, ...], list[t
 
 
 def _draw(report: ParityReport, picture: Path) -> None:
-    """Left: the difference of every operation by layer, alone, and of the residual stream. Right: k3 with one block
-    taken from the engine."""
+    """Left: how far every operation is off by layer, alone, and the stream. Right: k3 with one block of the engine."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(14, 6), layout="constrained")

@@ -21,8 +21,7 @@ from slipstream.orchestrator.files.row_files import of_rows_alone
 _WHOLE = ("offset", "length", "step", "kind", "flags", "num_turns", "num_tokens", "staleness", "prompt_id")
 _FIGURES = ("reward", "advantage", "k3", "k3_max")
 ENTRY = np.dtype([*((name, np.int64) for name in _WHOLE), *((name, np.float64) for name in _FIGURES)])
-"""One row: its bytes (with the newline), its step, a number of KINDS, TRUNCATED and FAILED, and its figures, NaN where
-there is none."""
+"""One row: bytes (with newline), step, numbers of KINDS, TRUNCATED and FAILED, and figures, NaN where there is none."""
 Entries: TypeAlias = np.ndarray[Any, Any]
 """Rows of ENTRY."""
 KINDS = ("training", "held-out")

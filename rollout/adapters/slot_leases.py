@@ -31,8 +31,7 @@ class SlotTable:
         self._held: list[Adapter | None] = [None] * num_slots
         self._readers = [0] * num_slots
         self._order: list[int] = []
-        """Slots that hold a version, in the order of their commits, not of their versions: a version may be older than
-        the one before it."""
+        """Slots that hold a version, in the order of their commits: a version may be older than the one before it."""
         self._kept: int | None = None
         """Slot that keeps its version whether or not anybody reads it."""
         self._changed = asyncio.Event()
@@ -49,9 +48,7 @@ class SlotTable:
 
     @contextmanager
     def lease(self, version: int | None = None) -> Iterator[Adapter]:
-        """Read the slot that is kept, if it holds `version`, or else the newest one: it keeps its version until the
-        block ends.
-        """
+        """Read the kept slot if it holds `version`, else the newest one: it keeps its version until the block ends."""
         kept = None if self._kept is None else self._held[self._kept]
         chosen = kept if kept is not None and kept.version == version else self.newest
         if chosen is None:
@@ -81,9 +78,7 @@ class SlotTable:
         return next(iter([*empty, *older]), None)
 
     def oldest_read(self) -> Adapter | None:
-        """The earliest committed of the older versions that requests still read, other than the one that is kept; None
-        if there is none.
-        """
+        """The earliest committed older version that requests still read, except the kept one; None if there is none."""
         older = [slot for slot in self._order[:-1] if slot != self._kept]
         return next((self._held[slot] for slot in older if self._readers[slot]), None)
 

@@ -24,8 +24,7 @@ HARMLESS = frozenset(
         *("stream_interval", "mm_payload", "return_mm_kwargs"),
     }
 )
-"""Names, accounts, caches, queues; how many tokens a part of a stream has, which comes as one; and what vLLM ignores,
-too."""
+"""Names, accounts, caches, queues; how many tokens a part of a stream has (it comes as one); what vLLM ignores, too."""
 FIXED = ("temperature", "top_p")
 """They are those with which the trainer computes log-probabilities: rollout.sampling.temperature, and no bound."""
 

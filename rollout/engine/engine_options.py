@@ -81,9 +81,7 @@ def engine_environment(device: Device) -> dict[str, str]:
 def set_engine_environment(
     device: Device, *, batch_invariant: bool, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set engine_environment() in this process, which is to have an engine or to fork one that has, or in another's
-    environment.
-    """
+    """Set engine_environment() in this process, which has or forks an engine, or in another's environment."""
     for name, value in engine_environment(device).items():
         environment.setdefault(name, value)
     if batch_invariant:
@@ -196,9 +194,7 @@ def _loaded_from(base: Path) -> JsonObject:
 
 
 def known_arguments() -> set[str] | None:
-    """Names of arguments of the installed vLLM, read from its source: importing it takes seconds. None: there is none
-    to read.
-    """
+    """Names of arguments of the installed vLLM, from its source: an import takes seconds. None: there is no source."""
     found = find_spec("vllm")
     for folder in (found.submodule_search_locations or []) if found is not None else []:
         path = Path(folder, "engine", "arg_utils.py")

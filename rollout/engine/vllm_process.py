@@ -289,8 +289,7 @@ class VllmProcess:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def death(self) -> EngineDied:
-        """The engine's process is gone: how, where that is known; with the last error that it wrote, unless a signal
-        ended it."""
+        """The engine's process is gone: how, if that is known, and unless by a signal with the last error it wrote."""
         codes = [code for process in self.children if (code := process.exitcode) is not None]
         how = death_of_a_child() or (how_it_ended(codes[0]) if codes else "died")
         by_signal = any(code < 0 for code in codes)

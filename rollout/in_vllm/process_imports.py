@@ -62,9 +62,7 @@ def _exit_with_answer() -> None:
 
 
 def can_use_gpu() -> bool:
-    """False in a process whose parent has opened a GPU: CUDA cannot be used after a fork. Opens none itself, which
-    takes seconds.
-    """
+    """False in a process whose parent has opened a GPU: no CUDA after a fork. Opens none itself: that takes seconds."""
     if not num_gpus():
         return True
     torch = import_module("torch")

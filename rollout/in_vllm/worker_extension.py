@@ -164,8 +164,7 @@ class WeightReceiver:
 
     @_replies
     def slipstream_open_link(self, transport: str, host: str, timeout_s: float) -> None:
-        """Open the link of an engine whose own weights are neither written nor read. Arguments: see
-        slipstream_describe."""
+        """Open the link of an engine whose own weights are neither written nor read. Arguments: slipstream_describe."""
         self._open_link(transport, host, timeout_s)
 
     def _open_link(self, transport: str, host: str, timeout_s: float) -> None:

@@ -75,9 +75,7 @@ def rank_state_parts(tensors: dict[str, Tensor], layout: JsonObject, progress: d
 
 
 def read_rank_state_parts(data: memoryview, rank: int, layout: JsonObject, shapes: dict[str, list[int]]) -> State:
-    """Read what `rank_state_parts` made: its tensors are views of `data`. Arguments and errors as of
-    `read_rank_state`.
-    """
+    """Read what `rank_state_parts` made: its tensors are views of `data`. Arguments and errors: `read_rank_state`."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:start]))
     where = _Place(*["the state in memory"] * 3)

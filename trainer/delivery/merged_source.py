@@ -166,8 +166,7 @@ class TrainerWeightSource:
         return num_bytes
 
     def update_error(self) -> float | None:
-        """The share of the adapter's update that engines do not get, from some rows of the version begun last; see
-        update_probe.py."""
+        """The share of the adapter's update that engines lack, of some rows of the newest version (update_probe.py)."""
         return self._probe.error()
 
     def changed_fraction(self) -> float | None:
@@ -281,8 +280,7 @@ class TrainerWeightSource:
             self._scales.drop()
 
     def _added(self, held: HeldTensor, region: Region) -> Tensor:
-        """What engines get of a rectangle, less what they would get of the base alone; float32. It lies in one row of
-        blocks."""
+        """What engines get of a rectangle (in one row of blocks), less what they would get of the base; float32."""
         parts = [replace(held.run(region), delta=delta) for delta in (held.delta, None)]
         is_quantized = held.tensor in self._quantized
         dtype = torch.float8_e4m3fn if is_quantized else self._decoder.dtype

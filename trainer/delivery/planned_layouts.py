@@ -52,8 +52,7 @@ _Held = tuple[HeldTensor | FusedTensor, Region]
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Estimated bytes on one trainer rank, without activations, layers that are gathered one by one and the allocator's
-    slack."""
+    """Estimated bytes on one trainer rank, without activations, layers that are gathered, and the allocator's slack."""
 
     weights: int
     """Frozen weights in model.dtype (LoRA), or all weights in float32 (full). Packed experts as stored, and the two

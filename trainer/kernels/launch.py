@@ -47,8 +47,7 @@ class Tiling:
 
 
 def programs(kernel: Any, grid: tuple[Any, ...]) -> Any:
-    """A kernel that runs once for each point of the grid. Untyped, because Triton's types lack launch options such as
-    num_warps."""
+    """A kernel that runs once for each point of the grid. Untyped: Triton's types lack options such as num_warps."""
     return kernel[grid]
 
 

@@ -113,8 +113,7 @@ class ContextCut:
         return replace(self.chunks, gather=self.gather_keys)
 
     def gather_keys(self, k_RGD: Tensor, v_RGV: Tensor) -> tuple[Tensor, Tensor]:
-        """[K, G, D] and [K, G, V]: keys and values of each of `chunks`, in their order. Collective, and so is
-        its backward."""
+        """[K, G, D] and [K, G, V]: keys and values of each of `chunks`, in order. Collective, as is its backward."""
         flat = [heads.reshape(len(heads), heads.shape[1] * heads.shape[2]) for heads in (k_RGD, v_RGV)]
         both_KF = _GatheredKeys.apply(torch.cat(flat, dim=1), self)
         k_KF, v_KF = both_KF.split([part.shape[1] for part in flat], dim=1)

@@ -137,8 +137,7 @@ class Decoder(nn.Module):
         by: Forward | None = None,
         host: HostPool | None = None,
     ) -> Tensor:
-        """The same, of sequences that the caller has laid out. Layers keep what their backward needs in `host`; None:
-        on the device."""
+        """The same, of sequences that are laid out. Layers keep what backward needs in `host`; None: on the device."""
         by = by or self.by
         if not token_ids_T.shape[0]:
             by = by.gradients_by or by  # kernels of engines take no empty microbatch

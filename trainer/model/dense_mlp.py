@@ -1,5 +1,4 @@
-"""DenseMlp: the modules of a SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202), [T, H] -> [T, H];
-or of one with GELU."""
+"""DenseMlp: the modules of a SwiGLU (arXiv:2002.05202) or GELU feed-forward, [T, H] -> [T, H]."""
 
 import torch
 from torch import nn

@@ -33,8 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=weight_dtype))
 
     def forward(self, x: Tensor, wide: Tensor | None = None) -> Tensor:
-        """The norm, in x's shape and dtype. If `wide` is given, x is `wide` rounded, and a norm that rounds once reads
-        `wide`."""
+        """The norm, in x's shape and dtype. `wide`: x before it was rounded, which a norm that rounds once reads."""
         if self.adds_one:
             return self._plus_one(x.view_as(x), wide if self.once else None)
         return rms_norm(x, self.weight, self.eps, self.once, wide if self.once else None)

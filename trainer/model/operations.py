@@ -20,8 +20,7 @@ from torch import nn
 from slipstream.trainer.recompute import Recomputed
 
 SUM = "sum"
-"""The stream before it was rounded (Roundings.norm=once). A recomputation norms the rounded one, as every backward
-does."""
+"""The stream before it was rounded (Roundings.norm=once). A recomputation norms the rounded one, as backward does."""
 ROUTES = "mlp.routes"
 """Recorded experts (trainer.moe.replay.LayerRoutes) to use instead of the router's choice."""
 KEEP_GATE_UP = "mlp.keep_gate_up"

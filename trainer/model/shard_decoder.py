@@ -74,8 +74,7 @@ def sharded_dense(decoder: Decoder) -> list[tuple[nn.Module, str]]:
 
 
 def fits_whole(decoder: Decoder, layout: ParallelLayout) -> bool:
-    """Whether dense parameters are gathered once a call. The same on every rank: the smallest device decides.
-    Collective."""
+    """Whether dense parameters are gathered once a call; the smallest device decides for all ranks. Collective."""
     if layout.dense_mesh is None:
         return False
     room = layout.least_of_ranks(device_bytes(layout.device)) * WHOLE_SHARE

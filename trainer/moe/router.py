@@ -171,8 +171,7 @@ class _NarrowLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor, None]:
-        """Split the gradient into the nearest bfloat16 and a bfloat16 of the rest: together they keep 16 of its 24
-        bits."""
+        """Split the gradient into the nearest bfloat16 and a bfloat16 of the rest: together 16 of its 24 bits."""
         (weight_EH,) = ctx.saved_tensors
         near_TE = dlogits_TE.to(weight_EH.dtype)
         rest_TE = (dlogits_TE - near_TE.float()).to(weight_EH.dtype)

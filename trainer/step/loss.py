@@ -175,8 +175,7 @@ def sft_loss(
 
 
 def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, denominators: Denominators) -> Tensor:
-    """The factor of each token's loss, float32. Over the whole batch they add up to 1; with constant normalization, to
-    at most 1."""
+    """The factor of each token's loss, float32. Over the batch they add up to 1, or less (constant normalization)."""
     if normalization is Normalization.sequence:
         return 1.0 / (sequence_lengths_N.float() * denominators.num_sequences)
     is_constant = normalization is Normalization.constant

@@ -40,9 +40,7 @@ class Mismatch:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(x) - x - 1 >= 0: the low-variance estimate of KL(q || p) from samples of q, x = log p - log q
-    (Schulman 2020).
-    """
+    """exp(x) - x - 1 >= 0, x = log p - log q: estimates KL(q || p) from samples of q (Schulman 2020)."""
     return torch.expm1(log_ratio) - log_ratio
 
 

@@ -45,8 +45,7 @@ INT4_RMS, E2M1_RMS = 4.64, 2.93
 """The root mean square of random codes, per format."""
 E8M0_BIAS = 127
 BLOCK_ELEMENTS = 1 << 22
-"""The most elements that random weights draw from one seed (but at least one row): more than an expert's matrix of
-Qwen3-30B-A3B has."""
+"""The most elements that random weights draw from one seed (at least a row): more than an expert's matrix has."""
 CHUNK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 """Adapter elements drawn together, with 16 bytes of scratch each: on a CPU few enough for a core's cache and for one
 thread; on a GPU so many that few launches are needed."""

@@ -145,9 +145,7 @@ class Checkpoint:
 
     @property
     def source(self) -> TensorSource:
-        """The source for a Publisher. Plans may be made for it before read() has ended; publishes are refused until
-        then.
-        """
+        """The source for a Publisher. Plans may be made before read() has ended; publishes are refused until then."""
         if self._source is None:
             self._memory = [_allocate(plan) for plan in self._plans]
             self._blocks = [

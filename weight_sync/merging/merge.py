@@ -110,8 +110,7 @@ def marker(operands: MergeOperands, last: MergeOperands, out_GRN: Tensor, marks_
 def _merged_with_torch(
     base: Tensor, b: Tensor, a: Tensor, scale: float, first_row: int, first_column: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Merge rows under one A, in products of one shape. Yields (rows before, merged rows in float32), which end with
-    the next ones."""
+    """Merge rows under one A, in products of one shape. Yields (rows before, merged float32 rows, until the next)."""
     num_rows, num_columns = base.shape
     columns = slice(first_column, first_column + num_columns)
     a = a.to(torch.float32)

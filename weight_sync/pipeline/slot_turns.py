@@ -104,8 +104,7 @@ class FreeSlots:
 
 
 class SharedLock:
-    """A lock that writes hold together, and the closing of a failed write holds alone. Counts the seconds of
-    writing."""
+    """A lock that writes hold together, and the end of a failed write holds alone. Counts the seconds of writing."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -199,8 +199,7 @@ class Slots:
         self._sums.zero_()
 
     def pack(self, slot: int, load: Load, tracer: Tracer, *, with_streams: bool = False) -> Filled:
-        """Fill a slot from the source and hash it, and pack its changes if asked to. The device may still be working on
-        it at return."""
+        """Fill a slot from the source and hash it, and pack its changes if asked to. The device may not be done yet."""
         began = time.monotonic()
         if load.window != self._window:
             self.take_sums()

@@ -110,8 +110,7 @@ class _Proof:
         return f"replica {replica} rank {self.dest_rank}"
 
     def run(self) -> None:
-        """Check every parameter, and that nothing else is written. Rows are the same for all replicas, ranges are
-        not."""
+        """Check every parameter, and that nothing else is written. Rows are alike for all replicas, ranges are not."""
         for index in first_true(self.derived[self.param]):
             row = int(self.own[index])
             name = self.layout.params[int(self.param[index])].name

@@ -65,9 +65,7 @@ class LinkRates:
     (bench/results/plan-tp16.json)."""
 
     def without_pause(self) -> LinkRates:
-        """The rates of a publish into free slots of engines that are not paused: `begin` and `commit` are only
-        messages.
-        """
+        """The rates of a publish into free slots of engines that go on: `begin` and `commit` are only messages."""
         return replace(self, begin_s=min(self.begin_s, IDLE_BEGIN_S), commit_s=min(self.commit_s, IDLE_COMMIT_S))
 
     def __post_init__(self) -> None:

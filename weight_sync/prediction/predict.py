@@ -265,8 +265,7 @@ def load_bytes(table: TaskTable, staging: Staging) -> tuple[Ints, int]:
 
 
 def messages_s(plan: TransferPlan, rates: LinkRates) -> float:
-    """Time of the messages: rank 0 handles every parameter of every engine rank, then each replica reads its own
-    part."""
+    """Time of the messages: rank 0 handles every parameter of every engine rank, then each replica its own part."""
     entries: dict[int, int] = {}
     for (replica, _), params in plan.expected.items():
         entries[replica] = entries.get(replica, 0) + len(params)

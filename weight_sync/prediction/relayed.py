@@ -12,8 +12,7 @@ from slipstream.weight_sync.prediction.predict import HASH_PASSES
 
 
 def neighbours(placement: Placement) -> dict[int, list[int]]:
-    """Replica that is written -> replicas that read from it. A replica that spans nodes is written, and none reads
-    it."""
+    """Replica that is written -> replicas that read from it. One that spans nodes is written, and none reads it."""
     nodes: dict[int, set[int]] = {}
     for (replica, _), gpu in placement.engine_gpus.items():
         nodes.setdefault(replica, set()).add(placement.node_of(gpu))

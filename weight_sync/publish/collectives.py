@@ -76,8 +76,7 @@ class Meeting:
         return cast(T, value)
 
     def deal(self, kind: Kind, part_kind: Kind, make: Callable[[], tuple[T, Sequence[Part]]]) -> tuple[T, Part]:
-        """Call make() on rank 0. Every rank gets its first result, and its own one of the parts; or all get its
-        error."""
+        """Call make() on rank 0. Every rank gets its first result, and its part of the second; or all get its error."""
         parts: list[Part] = []
 
         def make_shared() -> T:
@@ -110,8 +109,7 @@ class Meeting:
         return [_unpacked(kind, data) for data in gathered]
 
     def everywhere(self, kind: Kind, make: Callable[[], T]) -> list[T]:
-        """Call make() on every rank. Every rank gets all results; if any rank fails, all raise the first one's
-        error."""
+        """Call make() on every rank. Every rank gets all results; if one fails, all raise the first one's error."""
         outcome = _attempt(make)
         if self._group is None:
             if outcome[1] is not None:
@@ -129,9 +127,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Generator[None]:
-        """Raise RankLost for what a collective raises if a peer is gone, or stopped for longer than the group's
-        timeout.
-        """
+        """Raise RankLost for what a collective raises if a peer is gone, or stopped beyond the group's timeout."""
         try:
             yield
         except WeightSyncError:

@@ -37,8 +37,7 @@ def mutated(schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def storage_of(tensor: Tensor) -> int:
-    """torch's number for the storage of a tensor and its views. It also tells storages on meta apart, which have no
-    addresses."""
+    """torch's number for the storage of a tensor and its views, also for those on meta, which have no addresses."""
     return cast(Any, tensor.untyped_storage())._cdata
 
 

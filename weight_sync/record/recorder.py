@@ -139,8 +139,7 @@ class _Recorder(TorchDispatchMode):
         self._sources: dict[int, _Source] = {}
         self._stacks: dict[int, _Stack] = {}
         self._constants: dict[int, tuple[float, Tensor]] = {}
-        """Numbers that will be written into a parameter: `param[...] = 0` first makes a tensor of the 0, on the device.
-        """
+        """Numbers that will be written into a parameter: `param[...] = 0` first makes a tensor of the 0."""
         self._spans: dict[int, list[_Span]] = {}
         self._storages: list[Any] = []  # kept alive, because identities are compared
         for name, param in params.items():
@@ -290,8 +289,7 @@ class _Recorder(TorchDispatchMode):
         return self._stacks.get(storage_of(tensor))
 
     def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Remember the source of each entry. Refuse stacks except along the first dim, which leave entries in one
-        piece."""
+        """Remember the source of each entry. Refuse stacks but along the first dim: they leave entries in one piece."""
         parts: list[Tensor] = list(args[0])
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         meta = next(found.meta for found in map(self._source_of, parts) if found)

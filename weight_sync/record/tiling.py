@@ -63,8 +63,7 @@ def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
     later_loads: list[_Ranges] = []
 
     def flush() -> None:
-        """Join the loads seen since the last fill. The walk goes backwards: the loader made them after the next
-        fill."""
+        """Join the loads seen since the last fill. The walk goes backwards: the loader made them after the next one."""
         nonlocal taken, taken_by_load
         if later_loads:
             batch = _sorted(np.concatenate(later_loads))

@@ -103,8 +103,7 @@ class Begun:
     """Every rank is idle and DIRTY."""
 
     bindings: tuple[Bound, ...]
-    """Where to write, one per rank. (Sessions change after a failed epoch, and each adapter slot has other
-    addresses.)"""
+    """Where to write, one per rank. (Sessions change after a failed epoch; each adapter slot has other addresses.)"""
     idle_s: float
     """Until the engine had paused."""
     mark_s: float
@@ -130,8 +129,7 @@ class ReplicaVerbs(Protocol):
         ...
 
     async def begin(self, publish: PublishId, known: Sequence[str]) -> Begun:
-        """Stop serving: bytes will be written. `known`: digests of the replica's addresses that it need not send
-        again."""
+        """Stop serving: bytes will be written. `known`: digests of the replica's addresses that it need not send."""
         ...
 
     async def commit(self, publish: PublishId, expected: Sequence[Expected]) -> Committed:

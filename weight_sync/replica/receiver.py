@@ -207,8 +207,7 @@ class Receiver:
         self._state = state
 
     def commit(self, version: int, epoch: int) -> None:
-        """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. If a hook raises, the rank stays
-        DIRTY."""
+        """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. If a hook raises, it stays DIRTY."""
         state = self._state.committed(version, epoch)
         self._state = self._state.failed(epoch)
         for fill in self._layout.fills:

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 
 NUM_READS = 2
-"""Transfers at once. At the first read of an allocation the link maps it, and copies nothing meanwhile; then the other
-transfer copies."""
+"""Transfers at once. At the first read of an allocation the link maps it and copies nothing; the other one copies."""
 
 
 @dataclass(frozen=True, slots=True)

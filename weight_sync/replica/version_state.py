@@ -49,8 +49,7 @@ class VersionState:
         return self.phase is Phase.clean
 
     def begin(self, version: int, epoch: int, digest: str) -> VersionState:
-        """Start a publish: what was here must not be served any more. The epoch must be larger than every earlier
-        one."""
+        """Start a publish: what was here must not be served any more. The epoch must be larger than all before."""
         if version < 0:
             raise ProtocolError(f"begin of version {version}: versions start at 0")
         if epoch <= self.epoch:
@@ -72,8 +71,7 @@ class VersionState:
         return dataclasses.replace(self, phase=Phase.clean)
 
     def failed(self, epoch: int) -> VersionState:
-        """The transaction `epoch` failed. No effect if it has committed, or if the present transaction is another
-        one."""
+        """The transaction `epoch` failed. No effect if it has committed, or if the present one is another."""
         if epoch != self.epoch or self.phase is Phase.clean:
             return self
         return dataclasses.replace(self, phase=Phase.dirty)

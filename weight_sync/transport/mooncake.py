@@ -59,8 +59,7 @@ RETRY_S = 0.3
 """Longest pause before another try to start an engine."""
 NUM_TRIES = 3
 DOWN_S = 2.0
-"""After all tries failed, uses of the link are refused for this long without another try: many lanes may ask at
-once."""
+"""After all tries failed, uses of the link are refused for so long without another try: many lanes may ask at once."""
 
 
 class MooncakeTransport:

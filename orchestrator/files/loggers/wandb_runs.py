@@ -17,9 +17,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class WandbRun:
-    """One run of W&B, in the mode that WANDB_MODE says. Offline it is a folder, RUN/wandb/offline-run-*, for
-    `wandb sync`.
-    """
+    """One run of W&B, in the mode of WANDB_MODE. Offline it is a folder, RUN/wandb/offline-run-*, for `wandb sync`."""
 
     def __init__(self, project: str, start: RunStart, folder: Path) -> None:
         wandb: Any = importlib.import_module("wandb")

@@ -54,8 +54,7 @@ def grouped_product_triton(
     bias_EN: Tensor | None = None,
     weights_S: Tensor | None = None,
 ) -> Tensor:
-    """[S, N]. Each matrix or its transpose must be contiguous, with rows of a multiple of 16 bytes; P may have any
-    strides."""
+    """[S, N]. Matrices or their transposes are contiguous, rows a multiple of 16 bytes; P may have any strides."""
     num_rows, depth = x_SK.shape
     num_experts, _, num_columns = matrices_EKN.shape
     out_SN = x_SK.new_empty(num_rows, num_columns)

@@ -41,8 +41,7 @@ def _factor_tile(ptr, rows, is_row, ranks, row_stride, rank_stride, RANK: tl.con
 def _gated_tile(
     gate, up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Three factors: h is the product of the first two, and dh/dgate is the third times up. They leave out the
-    gradients of clamps."""
+    """Three factors: h is the product of the first two, dh/dgate the third times up, without gradients of clamps."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)

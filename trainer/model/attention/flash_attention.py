@@ -76,8 +76,7 @@ def varlen_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: Attentio
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Calls aten's operators, as torch.nn.attention.varlen does, so that a recomputed forward can take the first one's
-    results."""
+    """Calls aten's operators, as torch.nn.attention.varlen does: recomputing, the first forward's results are taken."""
 
     @staticmethod
     def forward(ctx: Any, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, call: AttentionCall) -> Tensor:

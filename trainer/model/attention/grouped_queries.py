@@ -35,8 +35,7 @@ class GroupedQueryAttention(Attention):
         self.q_norm, self.k_norm = None, None
         self.rotates_once = numerics.rotation is Rounding.once
         self.norms_alone = own.norms_all_heads or own.norms_add_one
-        """The norms are of whole queries and keys, or in operations of their own, and thus rounded before the rotation,
-        as any norm is."""
+        """Norms of whole queries and keys, or in operations of their own: rounded before the rotation, as any norm."""
         self.gives = "gated" if own.gated else "attn"
         if own.qk_norm:
             rounding = numerics.norm if own.norms_all_heads else numerics.rotation
