@@ -114,7 +114,7 @@ class ViewServer:
             return _answer({"error": "this page is for this machine alone"}, 403)
         if request.path.startswith("/api/"):
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self.token.encode()):
                 return _answer({"error": "open the address that slipstream view printed: it has the token"}, 401)
         try:
             return await handler(request)

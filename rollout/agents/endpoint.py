@@ -206,7 +206,7 @@ def _prompt_of(body: JsonMapping) -> str | list[int]:
     prompt = body.get("prompt")
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(token, int) and token >= 0 for token in prompt):
+    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         return prompt
     raise BadRequest("prompt must be text, or a list of token ids; one prompt a request")
 

@@ -384,9 +384,9 @@ def test_nothing_is_told_without_the_token(served: Served) -> None:
 
     allowed = {"Authorization": f"Bearer {token}"}
     assert ask("api/runs", **allowed)[0] == 200
-    for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {token[:-1]}"}):
-        status, text, _ = ask("api/runs/0/samples", **headers)
-        assert status == 401 and "find" not in text
+    for key in (None, "", token[:-1], "\xff"):
+        status, text, policy = ask("api/runs/0/samples", **({} if key is None else {"Authorization": f"Bearer {key}"}))
+        assert status == 401 and "find" not in text and "default-src 'none'" in policy
     assert ask("api/runs", **allowed, Host="evil.example")[0] == 403
     assert ask("", Host="evil.example")[0] == 403
     assert ask("api/runs", method="POST", **allowed)[0] == 405

@@ -173,6 +173,7 @@ async def test_a_stream_is_the_whole_answer_in_events(
         ({"prompt": ""}, False, "prompt must be text, or a list of token ids"),
         ({"prompt": []}, False, "prompt must be text"),
         ({"prompt": [1, -1]}, False, "prompt must be text"),
+        ({"prompt": [1, True]}, False, "prompt must be text"),
         ({"prompt": ["a", "b"]}, False, "prompt must be text"),
         ({"prompt": "a", "logprobs": 1}, False, "logprobs=1 asks for the likeliest tokens"),
     ],
