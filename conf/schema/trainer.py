@@ -99,12 +99,12 @@ class LoraConfig:
 
     @property
     def mlp(self) -> bool:
-        """Whether dense feed-forwards are."""
+        """Whether dense feed-forwards are adapted."""
         return "mlp" in self.targets
 
     @property
     def experts(self) -> bool:
-        """Whether routed experts are."""
+        """Whether routed experts are adapted."""
         return "experts" in self.targets
 
     @property

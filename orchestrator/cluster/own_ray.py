@@ -97,7 +97,7 @@ class OwnRay:
         self.dashboard: str | None = None
         """Host and port of Ray's page, once `address` has answered; None where the run has none."""
         self.is_taken_over = False
-        """Whether it is one that a controller left that was killed."""
+        """Whether a controller that was killed had started it."""
 
     @property
     def token(self) -> Path:

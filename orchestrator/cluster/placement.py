@@ -208,7 +208,7 @@ class Cluster:
 
     @property
     def is_taken_over(self) -> bool:
-        """Whether the processes are those that a controller left that was killed."""
+        """Whether a controller that was killed had started the processes."""
         return self._left is not None and self._own_ray is not None and self._own_ray.is_taken_over
 
     async def _take_over(self, ray: RayCluster, hf_config: JsonObject) -> None:

@@ -133,7 +133,7 @@ class RayTrainerGroup:
         return self._rebirth.living(self._ranks)
 
     async def return_to(self, policy_version: int) -> bool:
-        """Ranks that a controller left that was killed: bring them to the state that was kept last, of this version.
+        """Bring the ranks of a controller that was killed to the state that was kept last, of this version.
         Returns whether they have it. Those that died, or that do not answer, are started again with it.
         """
         ranks = self._ranks

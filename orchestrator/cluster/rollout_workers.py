@@ -120,7 +120,7 @@ class RolloutWorkers:
         return LivingWorkers(living, dict(self._num_starts), self.rooms.living)
 
     async def take_over(self, left: LivingWorkers) -> None:
-        """Go on with workers that a controller left that was killed. A call to one that has died raises."""
+        """Go on with the workers of a controller that was killed. A call to one that has died raises."""
         self._num_starts.update(left.num_starts)
         await self.rooms.take_over(left.rooms)
         for first_name, one in left.workers.items():

@@ -36,7 +36,7 @@ async def start_trainer_ranks(
 
     Args:
         bundles: of the run's placement group, one for each rank.
-        left: ranks that a controller left that was killed, instead of new ones: RayTrainerGroup.return_to comes next.
+        left: the ranks of a controller that was killed, instead of new ones: RayTrainerGroup.return_to comes next.
     """
     config, cluster, startup = run.config, run.cluster, run.startup
     options = TrainerOptions(

@@ -144,8 +144,8 @@ class ProgressLine:
             self._print(line)
 
     def wait(self, seconds: float, for_what: str) -> None:
-        """Replace the line by what start-up waits for, `seconds` after the command. Off a terminal, and in run.log, it
-        is a line where that has changed."""
+        """Replace the line by what start-up waits for, `seconds` after the command. Without a terminal, and in
+        run.log, a line is added when that changes."""
         line = f"starting, {seconds:.0f} s: {for_what}"
         self.say(line)
         if for_what == self._waited_for or self._now_s() - self._shown_at < PLAIN_EVERY_S:

@@ -17,7 +17,7 @@ from importlib import import_module
 from slipstream.weight_sync.gc_freeze import frozen_imports
 
 ANSWER_TIMEOUT_S = 30.0
-"""For the driver to count the GPUs, in a process that was forked to ask it."""
+"""Longest wait for a process that is forked to ask the driver how many GPUs there are."""
 
 
 def import_vllm() -> None:

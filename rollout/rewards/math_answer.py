@@ -27,9 +27,10 @@ CALLS_PER_SAMPLE = 6
 
 
 def math_reward(*, timeout_s: float) -> Callable[[str, str, JsonObject], tuple[float, str | None]]:
-    """(prompt, response, fields) -> (1.0 if the last boxed expression of the response, or else its last expression,
-    equals the answer (a number, an expression, or LaTeX); 0.0 if not, if there is none, or if comparing them takes too
-    long; that expression). Limits this process's memory.
+    """(prompt, response, fields) -> (1.0 or 0.0, the expression that the response gives as its answer).
+
+    That is its last boxed expression, or else its last one. 1.0: it equals the answer (a number, an expression, or
+    LaTeX). 0.0 also if there is none, or if comparing takes too long. Limits this process's memory.
 
     Args:
         timeout_s: How long one sample may take.

@@ -65,7 +65,7 @@ class KeptSource:
         self._source.end()
 
     def keep(self) -> None:
-        """The publish came to its end: what was packed in it is what the next one is compared with."""
+        """The publish succeeded: the next one is compared with what it packed."""
         self._publish += 1
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:

@@ -30,7 +30,7 @@ class KeptAttention:
         self._moved: tuple[HostLayer, MovedTensor] | None = None
 
     def put(self, results: Any) -> None:
-        """Keep (the output, what else its gradients need...)."""
+        """Keep the output, and the tensors that its backward needs."""
         self._results = results
 
     def move(self, on_host: HostLayer) -> None:
