@@ -73,15 +73,9 @@ class RecordReport:
 
 
 def record(
-    model: Path,
-    *,
-    tp_size: int,
-    enable_expert_parallel: bool,
-    dtype: str,
-    device: str,
-    cache: Path | None = None,
+    model: Path, *, tp_size: int, enable_expert_parallel: bool, dtype: str, device: str, cache: Path | None = None,
     out: Path | None = None,
-) -> RecordReport:
+) -> RecordReport:  # fmt: skip
     """Record, or take from the cache, the layouts of one engine.
 
     Raises:
@@ -115,19 +109,11 @@ def record(
         except OSError as error:
             raise ConfigError(f"--out={out} cannot be written: {error}") from error
     return RecordReport(
-        model=str(model),
-        engine=engine_version(),
-        tp_size=tp_size,
-        expert_parallel=enable_expert_parallel,
-        dtype=dtype,
-        device=device,
-        tensors_from=source,
-        num_tensors=len(tensors),
-        ranks=tuple(_figures(layout) for layout in layouts),
-        digest=layouts_digest(layouts),
-        cache=str(file) if file.is_file() else "",
-        was_cached=was_cached,
-    )
+        model=str(model), engine=engine_version(), tp_size=tp_size, expert_parallel=enable_expert_parallel, dtype=dtype,
+        device=device, tensors_from=source, num_tensors=len(tensors),
+        ranks=tuple(_figures(layout) for layout in layouts), digest=layouts_digest(layouts),
+        cache=str(file) if file.is_file() else "", was_cached=was_cached,
+    )  # fmt: skip
 
 
 def _figures(layout: DestLayout) -> RankFigures:

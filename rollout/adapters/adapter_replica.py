@@ -96,15 +96,9 @@ class AdapterReplica:
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     async def sample(
-        self,
-        token_ids: Sequence[int],
-        n: int,
-        sampling: SamplingConfig,
-        *,
-        seed: int | None,
-        version: int | None = None,
-        so_far: Sequence[Rollout] = (),
-    ) -> list[Rollout]:
+        self, token_ids: Sequence[int], n: int, sampling: SamplingConfig, *, seed: int | None,
+        version: int | None = None, so_far: Sequence[Rollout] = (),
+    ) -> list[Rollout]:  # fmt: skip
         """`n` responses under `version`, if it is kept, or else under the newest committed version.
 
         Args:
