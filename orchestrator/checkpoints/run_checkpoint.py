@@ -20,6 +20,7 @@ crash at any time, also of the machine, leaves the previous one intact.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -232,7 +233,7 @@ class CheckpointStore:
             logger.warning("%s; going on from the checkpoint before it, %s", problem, whole.name)
             aside = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            shutil.move(path, aside)
         return whole
 
     def prompts_of(self, checkpoint: Path) -> JsonObject:
@@ -343,7 +344,16 @@ class CheckpointStore:
                 continue
             with (old / MANIFEST).open("r+b") as manifest, suppress(BlockingIOError):
                 fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.discard(old.rename(self.folder / f".{old.name}.removed"))
+                self.discard(self._without_its_name(old))
+
+    def _without_its_name(self, old: Path) -> Path:
+        try:
+            return old.rename(self.folder / f".{old.name}.removed")
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+        (old / MANIFEST).unlink()  # a folder in the image of a container cannot be renamed
+        return old
 
     def discard_unfinished(self) -> None:
         """Remove what a controller began to write, or to remove, that was killed."""

@@ -1,5 +1,6 @@
 """Locks: a checkpoint is complete or absent, comes back exactly, and is refused when damaged or of another run."""
 
+import errno
 import json
 import os
 import shutil
@@ -269,6 +270,30 @@ def test_a_damaged_checkpoint_moves_aside_also_where_one_was_before(tmp_path: Pa
         (write(store, 10) / "state.json").write_text("{}")
         assert step_of(store.to_resume("runs/x")) == 5
         assert (store.folder / "damaged-step-000010" / "manifest.json").exists()
+
+
+def test_folders_of_a_containers_image_which_cannot_be_renamed_are_removed_and_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """overlayfs refuses it with EXDEV, unless a folder was made in the container itself."""
+    store = make_store(tmp_path, keep=2)
+    for step in (7, 8, 9):
+        write(store, step)
+    (store.folder / "step-000009" / "trainer" / "rank0.bin").write_bytes(b"damaged")
+    image = {(store.folder / name).stat().st_ino for name in ("step-000008", "step-000009")}
+    rename = os.rename
+
+    def in_a_container(source: Path, target: Path) -> None:
+        if Path(source).stat().st_ino in image:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", in_a_container)
+    assert step_of(store.to_resume("runs/x")) == 8
+    assert (store.folder / "damaged-step-000009" / "manifest.json").is_file()
+    for step in (9, 10):
+        write(store, step)
+    assert {path.name for path in store.folder.iterdir()} == {"step-000009", "step-000010", "damaged-step-000009"}
 
 
 def test_nothing_to_resume_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
