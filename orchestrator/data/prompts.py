@@ -12,6 +12,7 @@ A row is an object with a `prompt` column (text, or a list of chat messages) and
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
@@ -28,6 +29,7 @@ from slipstream.rollout.types import Prompt
 
 _HEAD_CHARACTERS_PER_TOKEN = 16
 """A text with more characters per allowed token is tokenized only after its beginning alone was not too long."""
+_MESSAGES_AS_TEXT = re.compile(r"""\[\{['"](role|content)['"]: ?['"]""")
 
 
 class Encoder(Protocol):
@@ -124,7 +126,7 @@ class PromptReader:
             if self.is_for_agent:
                 chat_of([], used, {}, where)
             else:
-                check_no_chat_columns(row, where)
+                check_plain_text(row, where, key)
             text = value
             is_empty = not value.strip()
         elif is_list(value) and value:
@@ -245,11 +247,22 @@ def _refusals_of(where: str) -> Generator[None]:
         raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
 
 
-def check_no_chat_columns(columns: JsonMapping, where: str) -> None:
-    """Refuse columns that are for chat templates beside plain text, which goes through none."""
+def check_plain_text(columns: JsonMapping, where: str, *names: str) -> None:
+    """Refuse what is for chat templates, through which plain text does not go: columns beside it, and messages that
+    were made text, as CSV does.
+
+    Args:
+        names: Columns with the text.
+    """
     for name in (TOOLS, TEMPLATE_OPTIONS):
         if columns.get(name):
             raise DataError(
                 f"{where}: column {name!r} is for the chat template, and text goes through none; give the row as chat "
                 "messages, or remove the column (rename it, if it means something else)"
+            )
+    for name in names:
+        if _MESSAGES_AS_TEXT.match(text := columns.get(name) or ""):
+            raise DataError(
+                f"{where}: column {name!r} is the text of messages, {text[:40]!r}..., which the model would get as "
+                "it stands; make it a list (json.loads, or ast.literal_eval of Python's own form)"
             )

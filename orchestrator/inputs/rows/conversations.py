@@ -28,7 +28,7 @@ from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.prompts import (
     Encoder,
     chat_of,
-    check_no_chat_columns,
+    check_plain_text,
     check_text,
     check_turns,
     messages_in,
@@ -130,7 +130,7 @@ class ConversationReader(RowReader):
         else:
             prompt, response, name = _asked_and_answered(row, where, config)
             if isinstance(prompt, str) and isinstance(response, str):
-                check_no_chat_columns(row, where)
+                check_plain_text(row, where, config.prompt_key, name)
                 text = prompt + with_end(response, encoder)
                 return [tokenized(text, [(len(prompt), len(text))], where, encoder)]
             before, answer = as_turns(prompt, "user"), as_turns(response, "assistant")

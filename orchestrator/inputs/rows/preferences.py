@@ -14,7 +14,7 @@ the assistant as an answer.
 from dataclasses import dataclass, replace
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns
+from slipstream.orchestrator.data.prompts import chat_of, check_plain_text, check_turns
 from slipstream.orchestrator.data.sources import Row, listed, renamed
 from slipstream.orchestrator.inputs.rows.answers import num_shared
 from slipstream.orchestrator.inputs.rows.conversations import (
@@ -71,7 +71,7 @@ class PreferenceReader(RowReader):
         if chosen == rejected:
             raise DataError(f"{where}: columns 'chosen' and 'rejected' are equal: neither is preferred; remove the row")
         if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
-            check_no_chat_columns(columns, where)
+            check_plain_text(columns, where, key, *ANSWERS)
             pair = self._of_texts(prompt, chosen, rejected, where)
         else:
             pair = self._of_messages(

@@ -116,6 +116,8 @@ def test_tools_and_options_of_a_row_reach_the_template(tmp_path, encoder, as_tex
         ({"chat_template_kwargs": [1]}, "column chat_template_kwargs must be an object"),
         ({"prompt": "hi", "tools": [TOOL]}, "column 'tools' is for the chat template, and text goes through none"),
         ({"prompt": "hi", "chat_template_kwargs": {"a": 1}}, "column 'chat_template_kwargs' is for the chat template"),
+        ({"prompt": json.dumps([{"role": "user", "content": "hi"}])}, "column 'prompt' is the text of messages"),
+        ({"prompt": str([{"content": "hi", "role": "user"}])}, "column 'prompt' is the text of messages"),
     ],
 )
 def test_tools_and_options_that_cannot_reach_it_are_refused(tmp_path, encoder, columns, message):

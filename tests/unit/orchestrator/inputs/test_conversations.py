@@ -154,6 +154,7 @@ def test_the_sample_predicts_each_taught_token(folder):
         ({"prompt": "", "completion": [SAID]}, "column 'prompt' .* is empty"),
         ({"prompt": [ASKED], "completion": " "}, "column 'completion' .* is empty"),
         ({"prompt": "2+2?", "response": " "}, "column 'response' .* is empty"),
+        ({"prompt": str([ASKED]), "response": "4"}, "column 'prompt' is the text of messages"),
         ({"prompt": [ASKED, SAID], "completion": [SAID]}, "messages 2 and 3 are both of 'assistant'"),
         ({"prompt": [ASKED]}, r"column 'response' \(data.columns.response\)"),
         ({"messages": [ASKED, ASKED, SAID]}, "messages 1 and 2 are both of 'user'"),

@@ -159,6 +159,10 @@ def test_the_trainer_gets_the_chosen_one_first(folder):
             "column 'chosen' .* message 1 .* must be",
         ),
         ({"prompt": "a", "chosen": " ", "rejected": "b"}, "column 'chosen' .* is empty"),
+        (
+            {"prompt": "a", "chosen": str(_answer("b")), "rejected": str(_answer("c"))},
+            "'chosen' is the text of messages",
+        ),
         ({"prompt": "", "chosen": "c", "rejected": "b"}, r"column 'prompt' \(data.prompt_key\) is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": _answer("")}, "column 'rejected' .* is empty"),
         ({"chosen": _turns("a", "b"), "rejected": _turns("a", "")}, "answer of column 'rejected' is empty"),
