@@ -171,14 +171,6 @@ def refuse_unwritable(vllm_config: Any) -> None:
             )
 
 
-def readable(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor that kernels read and that depends on the checkpoint, by name: parameters and what MLA derives."""
-    tensors: dict[str, Tensor] = dict(_named(model))
-    for name, module in _mla_layers(model):
-        tensors |= {f"{name}.{leaf}": getattr(module, leaf) for leaf in _MLA_DERIVED}
-    return tensors
-
-
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and buffers that are like them."""
     yield from model.named_parameters()

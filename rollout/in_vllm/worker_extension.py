@@ -10,7 +10,6 @@ Invariant: after a commit, an accepted parameter holds the bytes that vLLM's own
 
 import contextlib
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,9 +22,9 @@ from vllm.config import set_current_vllm_config
 from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.schema import TransportKind
 from slipstream.rollout.in_vllm.activations import ActivationRecorder
-from slipstream.rollout.in_vllm.adapter_slots import own_stream, slot_buffers, slot_receivers, without_adapters
+from slipstream.rollout.in_vllm.adapter_slots import own_stream, slot_receivers, without_adapters
 from slipstream.rollout.in_vllm.load_time import load_time_parameters
-from slipstream.rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
+from slipstream.rollout.in_vllm.post_load import Forms, refuse_unwritable
 from slipstream.rollout.receivers import Receivers, SlotReceivers
 from slipstream.weight_sync.calls.server import serve_in_thread
 from slipstream.weight_sync.calls.verbs import Verb, verbs_of
@@ -200,28 +199,3 @@ class WeightReceiver:
         recorded = self._slipstream_recorder.finish()
         if self.rank == 0:
             save_file(recorded, file)
-
-    @_replies
-    def slipstream_read_params(self) -> dict[str, str]:
-        """sha256 of every weight's bytes as the kernels read them. For tests, and for debugging a mismatch."""
-        return {name: _sha256(tensor) for name, tensor in readable(self.get_model()).items()}
-
-    @_replies
-    def slipstream_read_slots(self) -> list[dict[str, str]]:
-        """sha256 of every adapter buffer, by slot. For tests, and for debugging a mismatch."""
-        manager = self.model_runner.lora_manager
-        num_slots = manager.lora_config.max_loras
-        buffers = slot_buffers(manager._adapter_manager.modules, num_slots)
-        return [{name: _sha256(stacked[slot]) for name, stacked in buffers.items()} for slot in range(num_slots)]
-
-    @_replies
-    def slipstream_zero_params(self) -> None:
-        """Set every weight to zero, to show that a publish replaces all of them. For tests."""
-        with torch.no_grad():
-            for tensor in readable(self.get_model()).values():
-                tensor.zero_()
-
-
-def _sha256(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()

@@ -232,10 +232,6 @@ class ServedEngine:
         except EngineError as e:  # the error that ended the update is the one to report
             logger.warning("%s could not be resumed: %s", self.url, e)
 
-    def call(self, method: str) -> list[Any]:
-        """Call a method of the worker extension on every rank. For tests, and for debugging a mismatch."""
-        return self._request("POST", "/collective_rpc", {"method": method})["results"]
-
     def _request(self, verb: str, path: str, body: object = None, *, timeout_s: float | None = None) -> Any:
         token, text = os.environ.get("VLLM_API_KEY"), bytearray()
         headers = {"Authorization": f"Bearer {token}"} if token else {}

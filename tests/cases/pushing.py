@@ -30,7 +30,7 @@ def command(*words: str) -> list[str]:
 
 def held(engine: ServedEngine) -> dict[str, str]:
     """Hashes of every parameter that a served engine holds."""
-    (result,) = engine.call("slipstream_read_params")
+    (result,) = engine._request("POST", "/collective_rpc", {"method": "read_params"})["results"]
     error, text, hashes = ast.literal_eval(result) if isinstance(result, str) else result
     assert not error, text
     return hashes

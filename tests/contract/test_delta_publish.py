@@ -9,13 +9,13 @@ import pytest
 import torch
 from cases.tiny_models import make_decoder
 from fakes.checkpoints import CONFIGS, write_checkpoint
+from fakes.readable_engine import ReadableEngine
 from fakes.vllm_oracle import vllm_loads_and_samples
 from fakes.vllm_publish import KEY
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Device, DType, RemoteMerge, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.types import WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.adapter_io import save_merged
@@ -44,7 +44,7 @@ async def publish_in_a_row(
         tensors=decoder.spec.checkpoint_tensors("bfloat16"), key=KEY,
         own_merge=OwnMergeSpec(str(folder), on_device=False, merges=merges) if merges else None,
     )  # fmt: skip
-    worker = RolloutWorker(options, seed=0, make_engine=VllmEngine)
+    worker = RolloutWorker(options, seed=0, make_engine=ReadableEngine)
     transport = MooncakeTransport(sync.transport, device="cpu", timeout_s=sync.timeout_s)
     publisher = Publisher(
         source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device="cpu", base=base
@@ -58,7 +58,7 @@ async def publish_in_a_row(
                 step(decoder, version)
             reports.append(await asyncio.to_thread(publisher.publish, version))
             assert [replica.error for replica in reports[-1].replicas] == [None]
-        held = await worker.engine.call_ranks("slipstream_read_params")
+        held = await worker.engine.call_ranks("read_params")
     finally:
         publisher.close()
         await worker.stop()

@@ -235,10 +235,10 @@ async def test_a_response_ends_with_the_end_of_sequence_token(setup: Setup):
 
 
 async def test_after_a_publish_every_parameter_is_what_vllms_own_loader_makes(setup: Setup):
-    await setup.worker.engine.call_ranks("slipstream_zero_params")
+    await setup.worker.engine.call_ranks("zero_params")
     report = await setup.publish(1)
     assert report.replicas[0].committed
-    (ours,) = await setup.worker.engine.call_ranks("slipstream_read_params")
+    (ours,) = await setup.worker.engine.call_ranks("read_params")
     assert ours == await asyncio.to_thread(vllm_loads, setup.checkpoints.saved(1), "float32")
     assert any(name.endswith("w13_weight") for name in ours)
 

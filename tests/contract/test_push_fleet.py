@@ -17,6 +17,7 @@ from cases.held_port import held_port
 from cases.pushing import SMALL, command, environment, held
 from cases.tiny_configs import DENSE
 from cases.tiny_models import hf_model
+from fakes.readable_engine import READER
 from fakes.vllm_oracle import vllm_loads
 
 from slipstream.conf.load import load_run_config
@@ -55,7 +56,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with held_port() as port:
         words = ["big", "--start", "1", "--port", str(port), "--dtype", "float32", "--json"]
         process = subprocess.Popen(
-            command("push", *words, "--", *SMALL, "--served-model-name", "big"),
+            command("push", *words, "--", *SMALL, "--served-model-name", "big", "--worker-extension-cls", READER),
             cwd=folder,
             env=environment() | {"HOME": str(folder), "VLLM_CACHE_ROOT": str(VLLM_CACHE)},  # no layout is cached yet
             stdout=subprocess.PIPE,

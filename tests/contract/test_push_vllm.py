@@ -21,6 +21,7 @@ import pytest
 import torch
 from cases.held_port import held_port
 from cases.pushing import SMALL, command, environment, held
+from fakes.readable_engine import READER
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 from fakes.vllm_oracle import vllm_loads
 from safetensors.torch import load_file, save_file
@@ -71,7 +72,7 @@ class Server:
                     *["--host", "127.0.0.1", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"],
                     *["--served-model-name", "tiny", "--dtype", "bfloat16", *SMALL],
                     *["--weight-transfer-config", '{"backend": "slipstream"}'],
-                    *["--worker-extension-cls", "slipstream.rollout.in_vllm.engine_process.WeightReceiver"],
+                    *["--worker-extension-cls", READER],
                 ],
                 env=environment(folder / "installed") | {"VLLM_SERVER_DEV_MODE": "1"},
                 stdout=log,

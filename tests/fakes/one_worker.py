@@ -12,9 +12,9 @@ import torch
 
 from fakes.checkpoints import CheckpointSource
 from fakes.flipping_transport import FlippingTransport
+from fakes.readable_engine import ReadableEngine
 from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.types import Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.weight_sync.publish.publisher import Publisher
@@ -114,7 +114,7 @@ async def one_worker(folder: Path, checkpoints: Checkpoints, config: RolloutConf
         folder=model_folder, config=config, weight_sync=sync, dtype=DType.float32, device=Device.cpu,
         tensors=source.layout().tensors, key=key,
     )  # fmt: skip
-    worker = RolloutWorker(options, seed=7, make_engine=VllmEngine)
+    worker = RolloutWorker(options, seed=7, make_engine=ReadableEngine)
     address = await worker.start()
     transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
     publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from fakes.readable_engine import READER
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE
 from slipstream.rollout.in_vllm.process_imports import import_vllm
 
@@ -98,9 +99,9 @@ def vllm_loads_and_samples(
     tokens: list[list[int]] = []
     with engine_of(
         model=str(folder), load_format="safetensors", skip_tokenizer_init=True, dtype=dtype, disable_log_stats=True,
-        worker_extension_cls="slipstream.rollout.in_vllm.engine_process.WeightReceiver", **given,
+        worker_extension_cls=READER, **given,
     ) as engine:  # fmt: skip
-        replies = engine.collective_rpc("slipstream_read_params")
+        replies = engine.collective_rpc("read_params")
         for error, text, _ in replies:
             assert not error, (error, text)
         for prompt in prompts:  # one at a time: sums of a batch may be rounded in another order
@@ -124,7 +125,7 @@ def vllm_serves_adapter(
 
     engine = LLM(
         model=str(base), load_format="safetensors", skip_tokenizer_init=True, disable_log_stats=True,
-        worker_extension_cls="slipstream.rollout.in_vllm.engine_process.WeightReceiver",
+        worker_extension_cls=READER,
         logprobs_mode="processed_logprobs", **engine_options,
     )  # fmt: skip
     params = SamplingParams(
@@ -133,7 +134,7 @@ def vllm_serves_adapter(
     (output,) = engine.generate(
         {"prompt_token_ids": prompt}, params, lora_request=LoRARequest("from disk", 1, str(adapter)), use_tqdm=False
     )
-    replies = engine.collective_rpc("slipstream_read_slots")
+    replies = engine.collective_rpc("read_slots")
     assert not any(error for error, _, _ in replies), replies
     tokens = list(output.outputs[0].token_ids)
     first_slots = [slots[0] for _, _, slots in replies]

@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
+from fakes.readable_engine import ReadableEngine
 from fakes.vllm_oracle import ONLY_THE_LIKELIEST
 from slipstream.conf.schema import Device, DType, EvalSampling, EvalSamplingConfig, RolloutConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.types import Prompt, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.weight_sync.publish.publisher import Publisher
@@ -45,7 +45,7 @@ async def publish_twice(folder: Path, source: WeightSource, config: RolloutConfi
         folder=folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=device,
         tensors=source.layout().tensors, key=KEY,
     )  # fmt: skip
-    worker = RolloutWorker(options, seed=0, make_engine=VllmEngine)
+    worker = RolloutWorker(options, seed=0, make_engine=ReadableEngine)
     transport = MooncakeTransport(sync.transport, device=device.value, timeout_s=sync.timeout_s)
     publisher = Publisher(
         source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device=device.value
@@ -57,12 +57,12 @@ async def publish_twice(folder: Path, source: WeightSource, config: RolloutConfi
         return await read()
 
     async def read() -> list[dict[str, str]]:
-        return await worker.engine.call_ranks("slipstream_read_params")
+        return await worker.engine.call_ranks("read_params")
 
     try:
         await asyncio.to_thread(publisher.connect, [await worker.start()])
         first = await publish()
-        await worker.engine.call_ranks("slipstream_zero_params")
+        await worker.engine.call_ranks("zero_params")
         zeroed, again = await read(), await publish()
         prompts = prompts_for(config, device)
         drawing = EvalSamplingConfig(top_p=ONLY_THE_LIKELIEST)

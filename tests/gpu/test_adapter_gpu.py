@@ -103,7 +103,8 @@ def test_a_slot_of_expert_adapters_holds_what_vllm_loads_from_disk(
 
 async def compare(tmp_path: Path, tp_size: int) -> None:
     """Publish adapters into slots of a live engine, then let an engine of its own load them from disk."""
-    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from fakes.readable_engine import ReadableEngine
+
     from slipstream.rollout.worker import RolloutWorker
 
     config = config_of(tp_size)
@@ -118,7 +119,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
         device=Device.cuda, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
         key=KEY, adapters=slots,
     )  # fmt: skip
-    worker = RolloutWorker(options, seed=1, make_engine=VllmEngine)
+    worker = RolloutWorker(options, seed=1, make_engine=ReadableEngine)
     address = await worker.start()
     trainer = rank_of(config, KEY, device="cuda")
     try:
@@ -167,4 +168,4 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
 
 async def _slots(worker: Any) -> list[list[dict[str, str]]]:
     """sha256 of every buffer, by rank and slot."""
-    return await worker.engine.call_ranks("slipstream_read_slots")
+    return await worker.engine.call_ranks("read_slots")

@@ -89,8 +89,9 @@ def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
 
 
 async def serve(utilization: float, folder: str, pipe: Connection) -> None:
+    from fakes.readable_engine import ReadableEngine
+
     from slipstream.conf.architecture.families import read_config
-    from slipstream.rollout.engine.vllm_engine import VllmEngine
     from slipstream.rollout.types import Prompt, WorkerOptions
     from slipstream.rollout.worker import RolloutWorker
 
@@ -102,7 +103,7 @@ async def serve(utilization: float, folder: str, pipe: Connection) -> None:
             sampling=SamplingConfig(max_tokens=16, stop_at_eos=False),
         ),
     )  # fmt: skip
-    worker = RolloutWorker(options, seed=0, make_engine=VllmEngine)
+    worker = RolloutWorker(options, seed=0, make_engine=ReadableEngine)
     pipe.send(await worker.start())
     while True:
         method, *args = await asyncio.to_thread(pipe.recv)
@@ -110,7 +111,7 @@ async def serve(utilization: float, folder: str, pipe: Connection) -> None:
             if method == "num_kv_blocks":
                 pipe.send(worker.engine.num_kv_blocks)
             elif method == "digests":
-                pipe.send((await worker.engine.call_ranks("slipstream_read_params"))[0])
+                pipe.send((await worker.engine.call_ranks("read_params"))[0])
             elif method == "sample":
                 pipe.send(await worker.generate_group(Prompt(0, (1, 2, 3, 4), ""), 4))
             else:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 from cases.rank_helpers import draw, rank_of
+from fakes.readable_engine import ReadableEngine
 from system.test_adapter_recovery import engines
 
 from slipstream.conf.architecture.families import read_config
@@ -25,7 +26,6 @@ from slipstream.fleet.relay import publish_by_relay
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
 from slipstream.rollout.types import Progress, Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
@@ -113,7 +113,7 @@ class Setup:
     async def assert_equal(self, handles: Sequence[Handle]) -> None:
         """They serve the present version, from the same bytes, with the same log-probabilities."""
         sampled = [await sample(handle.worker) for handle in handles]
-        weights = [await handle.worker.engine.call_ranks("slipstream_read_params") for handle in handles]
+        weights = [await handle.worker.engine.call_ranks("read_params") for handle in handles]
         for one, held in zip(sampled, weights, strict=True):
             assert one.policy_versions == [self.version] * SHORT.max_tokens
             assert (one.token_ids, one.logprobs) == (sampled[0].token_ids, sampled[0].logprobs)
@@ -149,7 +149,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
                 folder=folder, config=config.rollout, weight_sync=sync, dtype=config.model.dtype, device=Device.cpu,
                 tensors=tensors, key=KEY,
             )  # fmt: skip
-            worker = RolloutWorker(options, seed=100 + index, make_engine=VllmEngine)
+            worker = RolloutWorker(options, seed=100 + index, make_engine=ReadableEngine)
             await worker.start()
             processes += engines() - before
             handles.append(Handle(worker, f"rollout-{index}"))

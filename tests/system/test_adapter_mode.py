@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from cases.rank_helpers import draw, rank_of
 from fakes.flipping_transport import FlippingTransport
+from fakes.readable_engine import ReadableEngine
 from fakes.vllm_oracle import vllm_serves_adapter
 
 from slipstream.conf.architecture.families import read_config
@@ -23,7 +24,6 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, PauseMode, RunConfig, SamplingConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.engine_options import engine_arguments
-from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
 from slipstream.rollout.types import AdapterSlotsSpec, Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
@@ -72,7 +72,7 @@ def slots_of(config: RunConfig) -> AdapterSlotsSpec:
     )
 
 
-class WatchedEngine(VllmEngine):
+class WatchedEngine(ReadableEngine):
     """May ignore adapters; counts its pauses."""
 
     ignores_adapters = False
@@ -123,7 +123,7 @@ class Setup:
 
     async def slots(self) -> list[dict[str, str]]:
         """sha256 of every buffer of every slot."""
-        return (await self.worker.engine.call_ranks("slipstream_read_slots"))[0]
+        return (await self.worker.engine.call_ranks("read_slots"))[0]
 
     async def start_long(self, n: int = 1) -> asyncio.Task[list[Rollout]]:
         """A group that is being sampled when this returns."""

@@ -17,12 +17,12 @@ import psutil
 import pytest
 import pytest_asyncio
 from cases.rank_helpers import draw, rank_of
+from fakes.readable_engine import ReadableEngine
 from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Device
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import ReplicaNotServing
 from slipstream.rollout.types import Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
@@ -59,7 +59,7 @@ class Setup:
             dtype=config.model.dtype, device=Device.cpu, tensors=tensors, key=KEY,
             adapters=replace(slots_of(config), base=base),
         )  # fmt: skip
-        worker = RolloutWorker(options, seed=100 + len(self.processes), make_engine=VllmEngine)
+        worker = RolloutWorker(options, seed=100 + len(self.processes), make_engine=ReadableEngine)
         await worker.start()
         (process,) = engines() - before
         self.workers[index : index + 1], self.processes[index : index + 1] = [worker], [process]
@@ -95,7 +95,7 @@ class Setup:
         assert [one.policy_versions for one in sampled] == [[self.version] * SHORT.max_tokens] * 2
         assert sampled[0].token_ids == sampled[1].token_ids
         assert sampled[0].logprobs == sampled[1].logprobs
-        weights = [await worker.engine.call_ranks("slipstream_read_params") for worker in self.workers]
+        weights = [await worker.engine.call_ranks("read_params") for worker in self.workers]
         assert weights[0] == weights[1]
 
 

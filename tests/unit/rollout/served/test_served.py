@@ -141,9 +141,9 @@ def test_the_key_does_not_follow_a_server_that_sends_it_elsewhere(api: Api, monk
 
 def test_an_answer_without_end_is_read_to_a_limit(api: Api, monkeypatch) -> None:
     monkeypatch.setattr(slipstream.rollout.served.client, "MAX_ANSWER_BYTES", 1 << 10)
-    api.answers["/collective_rpc"] = b'{"results": ["' + b"x" * (1 << 10) + b'"]}'
+    api.answers["/is_paused"] = b'{"is_paused": ["' + b"x" * (1 << 10) + b'"]}'
     with pytest.raises(EngineError, match="gave no answer of a vLLM server: ValueError: an answer of more than 1024"):
-        ServedEngine(api.url).call("x")
+        ServedEngine(api.url).start()
 
 
 def test_an_update_pauses_first_and_resumes_last_and_a_failed_one_never_resumes(api: Api) -> None:
@@ -219,5 +219,5 @@ def test_a_server_of_another_kind_is_no_healthy_engine_and_no_traceback(answer: 
         thread.start()
         assert not engine.is_healthy()
         with pytest.raises(EngineError, match=r"gave no answer of a vLLM server|answered 500"):
-            engine.call("x")
+            engine.pause()
         thread.join(120)
