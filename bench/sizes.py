@@ -26,7 +26,7 @@ WAYS = {
     "Ray's calls, for what it places": "orchestrator/cluster/ray_handles.py",
     "verbs of a worker, of a replica, and of an engine's rank while it samples": "weight_sync/calls/connection.py",
     "fork server: which worker to fork": "rollout/in_vllm/fork_server.py",
-    "user code: numbered questions on an inherited socket": "rollout/user_processes/channel.py",
+    "user code: numbered questions on an inherited socket": "rollout/channel.py",
     "push: the pipe of the sender": "orchestrator/push/sender_process.py",
     "requests to a run: files in its folder": "orchestrator/control/control_folder.py",
 }

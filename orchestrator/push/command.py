@@ -205,7 +205,7 @@ class Push:
                 if layouts:
                     report.expected_s = self._elapsed()
                     for rank in self._ranks:
-                        rank.plan_for([(layout,) for _ in engines for layout in layouts])
+                        rank.plan_for(layouts, len(engines))
             for server in list(starting):
                 if not server.is_running:
                     raise server.why_it_ended()
@@ -320,7 +320,7 @@ class Push:
 
     def _say(self, num_starting: int) -> None:
         """How far it is: when that has changed, and now and then."""
-        read = sum(rank.num_bytes_read.value for rank in self._ranks) / 1e9
+        read = sum(rank.num_bytes_read for rank in self._ranks) / 1e9
         said = f"read {read:.2f} GB" if read else "readers start"
         if self._servers:
             said += f", engines up {len(self._servers) - num_starting} of {len(self._servers)}"

@@ -1,9 +1,11 @@
 """One process of `slipstream push`: reads its share of the checkpoint, then writes it into the engines.
 
-Owns: the process and the pipe to the command. Does not own reading or sending (`weight_sync.api`). Imports torch only
-after the environment says which GPU is its own.
+Owns: the process and the messages between it and the command. Does not own how they travel (`rollout/channel.py`),
+nor reading or sending (`weight_sync.api`). The command starts it with this module's name, two descriptors (the
+connection, and a file for what native libraries say) and an environment that says which GPU is its own.
 
-    command  -- spawn -->              read the share (with a base, the base's); open the link meanwhile
+    command  -- rank, options -->      read the share (with a base, the base's); open the link meanwhile
+             <-- so far --             bytes read, now and then
              -- plan, layouts -->      plan for what the engines are expected to be (--start)
              <-- read --               bytes, seconds, page-locked bytes
              -- connect, endpoints --> connect to the engines, allocate staging; plan anew if they have other layouts;
@@ -20,26 +22,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import Synchronized
 from typing import TYPE_CHECKING, Any
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
-from slipstream.conf.schema import TransportKind
+from slipstream.conf.schema import TransportKind, WeightSyncConfig
 from slipstream.orchestrator.errors import PushError
 from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.rollout.channel import BlockingChannel, Disconnected
 from slipstream.rollout.crash_reports import how_it_ended
 from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.layout import DestLayout
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 if TYPE_CHECKING:
     from slipstream.weight_sync.api import Sender
@@ -71,93 +76,99 @@ class RankProcess:
     """The command's end of one rank."""
 
     def __init__(self, rank: int, options: RankOptions, gpu: str | None) -> None:
-        context = multiprocessing.get_context("spawn")
         self.rank = rank
-        self.num_bytes_read: Any = context.Value("q", 0, lock=False)
-        self._pipe, theirs = context.Pipe()
+        self.num_bytes_read = 0
         self._said = os.memfd_create("said")
-        said = f"/proc/{os.getpid()}/fd/{self._said}"
-        self._process = context.Process(
-            target=_run, args=(rank, options, gpu, theirs, self.num_bytes_read, said), daemon=True
-        )
-        self._process.start()
-        theirs.close()
+        ours, theirs = socket.socketpair()
+        descriptors = theirs.fileno(), self._said
+        mine = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, *map(str, descriptors)],
+                pass_fds=descriptors,
+                env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, **mine},
+            )
+        self._channel = BlockingChannel(ours)
+        self._channel.send([rank, pack(options)])
 
     def result(self, timeout_s: float) -> Any:
-        """The next answer, its kind first; None if there is none yet. Example: ("read", 4096, 0.1, 0).
+        """The next answer, its kind first; None if there is none yet. Example: ["read", 4096, 0.1, 0].
 
         Raises:
             ConfigError: The rank met a mistake that the user can correct.
             PushError: The rank failed or died.
         """
-        if not self._pipe.poll(timeout_s):
-            if not self._process.is_alive() and not self._pipe.poll(0):
-                raise self._failed(f"rank {self.rank} {how_it_ended(self._process.exitcode)}")
-            return None
-        try:
-            answer = self._pipe.recv()
-        except EOFError:
-            self._process.join(JOIN_TIMEOUT_S)
-            raise self._failed(f"rank {self.rank} {how_it_ended(self._process.exitcode)}") from None
-        if answer[0] == "failed":
-            _, error, text = answer
-            raise ConfigError(text) if error == "ConfigError" else self._failed(f"{error}: {text}")
-        return answer
+        while self._channel.hears(timeout_s):
+            try:
+                answer = self._channel.receive()
+            except Disconnected:
+                raise self._failed(f"rank {self.rank} {how_it_ended(self._exit_code())}") from None
+            match answer:
+                case ["so far", int() as num_bytes]:
+                    self.num_bytes_read = num_bytes
+                case ["failed", str() as error, str() as text]:
+                    raise ConfigError(text) if error == "ConfigError" else self._failed(f"{error}: {text}")
+                case ["done", report, link]:
+                    return ["done", unpack(PublishReport, report), link]
+                case _:
+                    return answer
+        return None
+
+    def _exit_code(self) -> int | None:
+        """Once it has ended; None: it goes on."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(JOIN_TIMEOUT_S)
+        return self._process.returncode
 
     def _failed(self, text: str) -> PushError:
         """With what native libraries said meanwhile. Mooncake logs an error at each start, also where all goes well."""
         said = os.pread(self._said, 1 << 16, 0).decode(errors="replace").strip()
         return PushError(f"{text}. Libraries said:\n{said}" if said else text)
 
-    def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
-        """Plan while engines start. Send all orders, this one included, to all ranks in the same order."""
-        self._tell("plan", list(layouts))
+    def plan_for(self, layouts: Sequence[DestLayout], num_engines: int) -> None:
+        """Plan while engines start, for the layouts of an engine's ranks. Send all orders, this one included, to all
+        ranks in the same order."""
+        self._channel.send(["plan", layouts_to_bytes(tuple(layouts)), num_engines])
 
     def connect(self, endpoints: list[str]) -> None:
         """Connect to the engines, also while the share is still read."""
-        self._tell("connect", endpoints)
+        self._channel.send(["connect", endpoints])
 
     def publish(self) -> None:
         """Publish. Call it after result() has returned "read" and "connected"; the next result() is the report."""
-        self._tell("publish", None)
-
-    def _tell(self, order: str, value: object) -> None:
-        with contextlib.suppress(OSError):  # it has ended, and result() says why
-            self._pipe.send((order, value))
+        self._channel.send(["publish"])
 
     def stop(self) -> None:
         """End the process. Idempotent."""
-        self._pipe.close()  # ends a rank that waits for endpoints
-        self._process.join(1.0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(JOIN_TIMEOUT_S)
+        self._channel.close()  # ends a rank that waits for endpoints
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self._process.kill()
+        self._exit_code()
 
 
-def _run(
-    rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num_read: Synchronized[int], said: str
-) -> None:
+def main(connection: int, said: int) -> None:
+    """Runs in the rank's process."""
+    channel = BlockingChannel(socket.socket(fileno=connection))
+    os.set_inheritable(connection, False)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-    with open(said, "ab") as native:
-        os.dup2(native.fileno(), 2)
+    os.dup2(said, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    rank = 0
     try:
-        _read_and_send(rank, options, pipe, num_read)
-    except EOFError:  # the command is gone
+        rank, options = channel.receive()
+        _read_and_send(rank, unpack(RankOptions, options), channel)
+    except Disconnected:  # the command is gone
         return
     except SlipstreamError as e:
-        pipe.send(("failed", type(e).__name__, str(e)))
+        channel.send(["failed", type(e).__name__, str(e)])
     except Exception as e:  # noqa: BLE001 - the boundary of this process
-        pipe.send(("failed", type(e).__name__, f"rank {rank}: {e}"))
+        channel.send(["failed", type(e).__name__, f"rank {rank}: {e}"])
 
 
-def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: Synchronized[int]) -> None:
+def _read_and_send(rank: int, options: RankOptions, channel: BlockingChannel) -> None:
     import torch.distributed as dist
 
-    from slipstream.conf.schema import WeightSyncConfig
     from slipstream.weight_sync.api import Sender
     from slipstream.weight_sync.disk.safetensors_source import Checkpoint
 
@@ -185,47 +196,48 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
     seconds: dict[str, float] = {}
     try:
         while True:
-            num_read.value = checkpoint.num_bytes_read
+            if not told:
+                channel.send(["so far", checkpoint.num_bytes_read])
             if not told and (push.base is None or "base" in seconds) and reading.done():
                 report, told = reading.result(), True
-                pipe.send(("read", report.num_bytes, report.seconds, report.pinned_bytes))
-            if not pipe.poll(POLL_S):
+                channel.send(["read", report.num_bytes, report.seconds, report.pinned_bytes])
+            if not channel.hears(POLL_S):
                 continue
-            order, value = pipe.recv()
-            if order == "plan":
-                with _timed(seconds, "plan"):
-                    is_planned = _plan_for(sender, value)
-            elif order == "connect":
-                with _timed(seconds, "connect"):
-                    sender.connect(value)
-                    if not is_planned:
-                        freeze_heap()
-                if push.base is not None:
-                    with _timed(seconds, "base"):
-                        _wait_for(reading, checkpoint, num_read)
-                        sender.note_base()
-                    reading = reader.submit(checkpoint.refresh, push.checkpoint)
-                pipe.send(("connected", seconds))
-            else:
-                pipe.send(("done", sender.update(0), sender.link))
-                return
+            match channel.receive():
+                case ["plan", layouts, num_engines]:
+                    with _timed(seconds, "plan"):
+                        is_planned = _plan_for(sender, layouts, num_engines)
+                case ["connect", endpoints]:
+                    with _timed(seconds, "connect"):
+                        sender.connect(endpoints)
+                        if not is_planned:
+                            freeze_heap()
+                    if push.base is not None:
+                        with _timed(seconds, "base"):
+                            _wait_for(reading, checkpoint, channel)
+                            sender.note_base()
+                        reading = reader.submit(checkpoint.refresh, push.checkpoint)
+                    channel.send(["connected", seconds])
+                case _:
+                    channel.send(["done", pack(sender.update(0)), sender.link])
+                    return
     finally:
         sender.close()
         if group is not None:
             dist.destroy_process_group()
 
 
-def _wait_for(reading: Future[ReadReport], checkpoint: Checkpoint, num_read: Synchronized[int]) -> None:
+def _wait_for(reading: Future[ReadReport], checkpoint: Checkpoint, channel: BlockingChannel) -> None:
     """Wait for a read, and say how far it is."""
     while not wait([reading], POLL_S).done:
-        num_read.value = checkpoint.num_bytes_read
+        channel.send(["so far", checkpoint.num_bytes_read])
     reading.result()
 
 
-def _plan_for(sender: Sender, layouts: Any) -> bool:
+def _plan_for(sender: Sender, layouts: bytes, num_engines: int) -> bool:
     """Plan for the engines' expected layouts. If that fails, connect() plans for their real ones."""
     try:
-        sender.plan_for(layouts)
+        sender.plan_for([(layout,) for layout in layouts_from_bytes(layouts)] * num_engines)
     except WeightSyncError as e:
         logger.warning("no plan for the expected layouts: %s", e)
         return False
@@ -238,3 +250,7 @@ def _timed(seconds: dict[str, float], name: str) -> Generator[None]:
     began = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -31,11 +31,11 @@ from slipstream.rollout.agents.agent_pool import agent_pool
 from slipstream.rollout.agents.episode import Limits
 from slipstream.rollout.agents.service_options import ServiceOptions
 from slipstream.rollout.branches import context_of
+from slipstream.rollout.channel import Channel, Disconnected
 from slipstream.rollout.errors import AgentError, EngineDied
 from slipstream.rollout.text.ends import end_token_ids
 from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, template_options
 from slipstream.rollout.types import Prompt, Rollout, Routes, Turn
-from slipstream.rollout.user_processes.channel import Channel, Disconnected
 from slipstream.rollout.user_processes.kept_process import KeptProcess
 from slipstream.rollout.user_processes.pool import user_environment
 from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES

@@ -37,8 +37,8 @@ from slipstream.rollout.agents.endpoint import Endpoint
 from slipstream.rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
 from slipstream.rollout.agents.failures import ENGINE, RAISED, TIMEOUT
 from slipstream.rollout.agents.service_options import ServiceOptions
+from slipstream.rollout.channel import Channel, Disconnected
 from slipstream.rollout.errors import AgentError
-from slipstream.rollout.user_processes.channel import Channel, Disconnected
 
 
 class Service:

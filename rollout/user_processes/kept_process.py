@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from slipstream.rollout.channel import MAX_BYTES, Channel
 from slipstream.rollout.user_processes import keeper
-from slipstream.rollout.user_processes.channel import MAX_BYTES, Channel
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slipstream.conf.errors import SlipstreamError
-from slipstream.rollout.user_processes.channel import Channel, Disconnected
+from slipstream.rollout.channel import BlockingChannel, Channel, Disconnected
 from slipstream.rollout.user_processes.user_process import ALIVE_EVERY_S
 
 MAX_FRAMES = 10
@@ -38,19 +38,14 @@ def serve(set_up: Callable[[Any], tuple[Answer, list[object]]], *, tells_alive: 
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    with contextlib.suppress(Disconnected), asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        _serve(runner.get_loop(), connection, set_up, tells_alive)  # the runner then cancels coroutines, which clean up
+    with contextlib.suppress(Disconnected):
+        _serve(connection, set_up, tells_alive)
 
 
-def _serve(
-    loop: asyncio.AbstractEventLoop,
-    connection: socket.socket,
-    set_up: Callable[[Any], tuple[Answer, list[object]]],
-    tells_alive: bool,
-) -> None:
+def _serve(connection: socket.socket, set_up: Callable[[Any], tuple[Answer, list[object]]], tells_alive: bool) -> None:
     """Raises: Disconnected."""
-    channel = loop.run_until_complete(Channel.over(connection))
-    _, message = loop.run_until_complete(channel.receive())
+    channel = BlockingChannel(connection)
+    _, message = channel.receive()
     try:
         answer, facts = set_up(message)
     except SlipstreamError as e:
@@ -58,16 +53,19 @@ def _serve(
         return
     channel.send([0, "ready", *facts])
     if asyncio.iscoroutinefunction(answer):
-        loop.run_until_complete(_serve_many(channel, answer, tells_alive))
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # then cancels coroutines, which clean up
+            runner.get_loop().run_until_complete(_serve_many(connection, answer, tells_alive))
     while True:
-        number, *question = loop.run_until_complete(channel.receive())
+        number, *question = channel.receive()
         given: Any = answer(*question)
         channel.send([number, *given])
-        loop.run_until_complete(channel.sent())
 
 
-async def _serve_many(channel: Channel, answer: Callable[..., Awaitable[list[object]]], tells_alive: bool) -> None:
+async def _serve_many(
+    connection: socket.socket, answer: Callable[..., Awaitable[list[object]]], tells_alive: bool
+) -> None:
     """Raises: Disconnected."""
+    channel = await Channel.over(connection)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def work(number: int, question: list[Any]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.conf.errors import ConfigError
-from slipstream.rollout.user_processes.channel import Disconnected, Garbled
+from slipstream.rollout.channel import Disconnected, Garbled
 from slipstream.rollout.user_processes.kept_process import KeptProcess
 
 T = TypeVar("T")

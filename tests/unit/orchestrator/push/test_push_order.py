@@ -65,7 +65,7 @@ class NotingRank:
 
     def __init__(self, rank: int, *_: Any) -> None:
         self.rank = rank
-        self.num_bytes_read = type("Value", (), {"value": 0})
+        self.num_bytes_read = 0
         self._answers: list[Callable[[], tuple[Any, ...]]] = [lambda: ("read", 8, 0.5, 0)]
         self._endpoints: list[str] = []
 
@@ -154,7 +154,7 @@ def test_progress_is_said_when_it_changes_and_now_and_then(push: Push, capsys: p
 
     push.run()
     assert said() == ["readers start"]
-    push._ranks[0].num_bytes_read.value = 2_000_000_000
+    push._ranks[0].num_bytes_read = 2_000_000_000
     for ago_s in (0, 0, 40, 0):
         push._began -= ago_s
         push._say(0)

@@ -1,10 +1,11 @@
 """One rank of a push, its sender a fake: what it does in which order."""
 
 import dataclasses
+import socket
 import threading
-from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,12 @@ from slipstream.conf.schema import Device
 from slipstream.orchestrator.push import sender_process as push_rank
 from slipstream.orchestrator.push.push_options import PushOptions
 from slipstream.orchestrator.push.sender_process import RankOptions
+from slipstream.rollout.channel import BlockingChannel
 from slipstream.weight_sync import api
 from slipstream.weight_sync.disk import safetensors_source as checkpoint
 from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.record.layout_wire import layouts_to_bytes
+from slipstream.weight_sync.typed_msgpack import pack
 
 OPTIONS = RankOptions(
     PushOptions(checkpoint=Path(), start=1, num_threads=1, transport="tcp", watermark_mib=1, timeout_s=5.0),
@@ -66,10 +70,11 @@ def test_the_heap_is_frozen_once_when_there_is_a_plan(
     monkeypatch.setattr(api, "Sender", lambda *_, **__: FakeSender(found, plans))
     monkeypatch.setattr(checkpoint, "Checkpoint", lambda *_, **__: share)
     monkeypatch.setattr(push_rank, "freeze_heap", lambda: found.append("freeze"))
-    command, rank = Pipe()
+    command, rank = map(BlockingChannel, socket.socketpair())
+    given = {"plan": [layouts_to_bytes(()), 1], "connect": [[]], "publish": []}
     for order in orders:
-        command.send((order, []))
-    push_rank._read_and_send(0, OPTIONS, rank, SimpleNamespace(value=0))  # type: ignore[arg-type]
+        command.send([order, *given[order]])
+    push_rank._read_and_send(0, OPTIONS, rank)
     assert found == calls
 
 
@@ -87,15 +92,19 @@ def test_a_base_is_noted_once_engines_are_met_before_the_checkpoint_is_read(monk
     monkeypatch.setattr(push_rank, "freeze_heap", lambda: None)
     push = dataclasses.replace(OPTIONS.push, base=Path("old"), checkpoint=Path("new"), start=0, to=("a",))
     options = dataclasses.replace(OPTIONS, push=push)
-    command, rank = Pipe()
-    command.send(("connect", []))
-    rank_thread = threading.Thread(
-        target=push_rank._read_and_send, args=(0, options, rank, SimpleNamespace(value=0)), daemon=True
-    )
+    command, rank = map(BlockingChannel, socket.socketpair())
+    command.send(["connect", []])
+    rank_thread = threading.Thread(target=push_rank._read_and_send, args=(0, options, rank), daemon=True)
     rank_thread.start()
-    answers = [command.recv(), command.recv()]
-    command.send(("publish", None))
-    assert command.recv() == ("done", "a report", "tcp")
+
+    def answer() -> Any:
+        while (said := command.receive())[0] == "so far":
+            assert said == ["so far", 1]
+        return said
+
+    answers = [answer(), answer()]
+    command.send(["publish"])
+    assert answer() == ["done", pack("a report"), "tcp"]
     rank_thread.join(10)
     assert [answer[0] for answer in answers] == ["connected", "read"]
     assert answers[0][1].keys() == {"connect", "base"}

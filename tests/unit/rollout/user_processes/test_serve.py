@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slipstream.conf.errors import ConfigError
+from slipstream.rollout.channel import Channel, Disconnected
 from slipstream.rollout.user_processes import serve as serve_module
-from slipstream.rollout.user_processes.channel import Channel, Disconnected
 from slipstream.rollout.user_processes.serve import MAX_FRAMES, MAX_PART, MAX_REASON, _serve, report_of
 
 
@@ -22,8 +22,8 @@ async def serving(set_up: Callable[[Any], Any], *, tells_alive: bool = False) ->
     ours, theirs = socket.socketpair()
 
     def run() -> None:
-        with contextlib.suppress(Disconnected), asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-            _serve(runner.get_loop(), theirs, set_up, tells_alive)
+        with contextlib.suppress(Disconnected):
+            _serve(theirs, set_up, tells_alive)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slipstream.conf.errors import ConfigError
+from slipstream.rollout.channel import Channel
 from slipstream.rollout.user_processes import user_process
-from slipstream.rollout.user_processes.channel import Channel
 from slipstream.rollout.user_processes.user_process import BLOCKED, DIED, GARBLED, TIMEOUT, Lost, Program, UserProcess
 
 

@@ -1,11 +1,14 @@
-"""Whatever a row may hold arrives at the user's code as it was; what is no message ends the connection."""
+"""Whatever a row may hold arrives at the user's code as it was; what is no message ends the connection. The same at an
+end that blocks.
+"""
 
 import socket
+import threading
 from typing import Any
 
 import pytest
 
-from slipstream.rollout.user_processes.channel import LENGTH, Channel, Disconnected, Garbled
+from slipstream.rollout.channel import LENGTH, BlockingChannel, Channel, Disconnected, Garbled
 
 
 async def both_ends(max_bytes: int = 1 << 20) -> tuple[Channel, Channel]:
@@ -27,6 +30,26 @@ async def test_values_arrive_as_they_were(value: Any) -> None:
     here.close()
     with pytest.raises(Disconnected):
         await there.receive()
+    here, there = map(BlockingChannel, socket.socketpair())
+    assert not there.hears(0)
+    here.send([7, value])
+    assert there.hears(0) and there.receive() == [7, value]
+    here.close()
+    assert there.hears(0)
+    with pytest.raises(Disconnected):
+        there.receive()
+
+
+def test_an_end_that_blocks_sends_and_receives_more_than_a_socket_holds() -> None:
+    here, there = map(BlockingChannel, socket.socketpair())
+    sending = threading.Thread(target=here.send, args=(["x" * (8 << 20)],), daemon=True)
+    sending.start()
+    assert there.receive() == ["x" * (8 << 20)]
+    sending.join(60)
+    there.close()
+    here.send(["nobody reads it"])
+    with pytest.raises(Disconnected):
+        here.receive()
 
 
 async def test_what_no_message_can_hold_is_refused_where_it_is_sent() -> None:
@@ -51,3 +74,7 @@ async def test_bytes_that_are_no_message_are_told_from_an_end(payload: bytes) ->
     theirs.sendall(LENGTH.pack(len(payload)) + payload)
     with pytest.raises(Garbled, match="bytes that are no message"):
         await here.receive()
+    ours, theirs = socket.socketpair()
+    theirs.sendall(LENGTH.pack(len(payload)) + payload)
+    with pytest.raises(Garbled, match="bytes that are no message"):
+        BlockingChannel(ours).receive()
