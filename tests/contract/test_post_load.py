@@ -9,6 +9,7 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
+from fakes.readable_weights import readable
 from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -17,7 +18,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
 from slipstream.rollout.errors import UnsupportedWeights
-from slipstream.rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
+from slipstream.rollout.in_vllm.post_load import Forms, refuse_unwritable
 from slipstream.weight_sync.layout import PostLoad
 
 HEADS, LATENT, NOPE, VALUE = 2, 8, 3, 5

@@ -61,9 +61,9 @@ def compare(model_name: str, folder: Path) -> None:
         take_our_class("Qwen3_5MoeForCausalLM")
 
     import torch
+    from fakes.readable_weights import readable
     from fakes.vllm_oracle import engine_of
 
-    from slipstream.rollout.in_vllm.post_load import readable
     from slipstream.rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
     from slipstream.weight_sync.layout import TensorMeta
     from slipstream.weight_sync.record.recorder import record_layout

@@ -1,22 +1,26 @@
 """The product's worker extension, with what tests ask of a rank: hashes of its bytes, and zeros in place of them. vLLM
-imports this module in each engine process (worker_extension_cls)."""
+imports this module in each engine process (worker_extension_cls). It is the product's class itself that gets the
+methods: engines of both names may follow each other in one process, and vLLM mixes but one class in.
+"""
 
 import hashlib
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fakes.readable_weights import readable
 from slipstream.rollout.in_vllm.adapter_slots import slot_buffers
 from slipstream.rollout.in_vllm.engine_process import WeightReceiver
-from slipstream.rollout.in_vllm.post_load import _MLA_DERIVED, _mla_layers, _named
+
+__all__ = ["WeightReceiver"]
 
 
-class EngineReader(WeightReceiver):
+class _Reader(WeightReceiver):
     """Answers as WeightReceiver does: (error class name, text, result)."""
 
     def read_params(self) -> tuple[str, str, dict[str, str]]:
         """sha256 of every weight's bytes as the kernels read them."""
-        return "", "", {name: _sha256(tensor) for name, tensor in _readable(self.get_model()).items()}
+        return "", "", {name: _sha256(tensor) for name, tensor in readable(self.get_model()).items()}
 
     def read_slots(self) -> tuple[str, str, list[dict[str, str]]]:
         """sha256 of every adapter buffer, by slot."""
@@ -29,19 +33,15 @@ class EngineReader(WeightReceiver):
     def zero_params(self) -> tuple[str, str, None]:
         """Set every weight to zero, to show that a publish replaces all of them."""
         with torch.no_grad():
-            for tensor in _readable(self.get_model()).values():
+            for tensor in readable(self.get_model()).values():
                 tensor.zero_()
         return "", "", None
-
-
-def _readable(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor that kernels read and that depends on the checkpoint, by name: parameters and what MLA derives."""
-    tensors: dict[str, Tensor] = dict(_named(model))
-    for name, module in _mla_layers(model):
-        tensors |= {f"{name}.{leaf}": getattr(module, leaf) for leaf in _MLA_DERIVED}
-    return tensors
 
 
 def _sha256(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+for _method in (_Reader.read_params, _Reader.read_slots, _Reader.zero_params):
+    setattr(WeightReceiver, _method.__name__, _method)
