@@ -23,8 +23,9 @@ from slipstream.rollout.user_processes.user_process import Lost, Program
 
 LATE_S = 3.0
 """How much later than its own deadline a coroutine's answer may come, before its process is taken to be blocked."""
-MAX_ANSWER_BYTES = 1 << 16
-"""Largest answer that is read. Reports of failures are the largest (rollout.user_processes.serve)."""
+MAX_ANSWER_BYTES = 1 << 20
+"""Largest answer that is read. Those about a large group are the largest: each response may have a text (outcomes.py).
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ def rank(prompt, responses, fields):
     assert fields["finish_reason"] == ["stop"] * len(responses)
     return [min(map(len, responses)) / len(response) for response in responses]
 
+def with_answers(prompt, responses, fields):
+    return [(1, "\u6f22" * 300) for _ in responses]
+
 class Barrier:
     waiting = most = 0
     opened = asyncio.Event()
@@ -121,6 +124,12 @@ async def test_a_reward_of_a_group_that_fails_costs_the_group(file: Path, caplog
         assert await rewards_of(runner, PROMPT, "raise", "a") == [None, None]
         assert "ValueError: one of them" in caplog.text
         assert await rewards_of(runner, PROMPT, "aaaa", "aa", "a") == [0.25, 0.5, 1.0]
+
+
+async def test_answers_of_a_large_group_have_room(file: Path):
+    """Each is cut to 200 characters of three bytes."""
+    async with running(RewardConfig(kind=f"{file}:with_answers")) as runner:
+        assert await rewards_of(runner, PROMPT, *["a"] * 1024) == [1.0] * 1024
 
 
 async def test_coroutines_of_one_process_judge_at_the_same_time(file: Path):
