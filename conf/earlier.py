@@ -223,8 +223,7 @@ def carried_over(options: JsonObject) -> JsonObject:
 
 def _name_project(options: JsonObject) -> None:
     """W&B's project, which its team begins, or where the run has another logger, MLflow's experiment. What its logger
-    does not read, or reads in the environment as well, is dropped.
-    """
+    does not read, or reads in the environment as well, is dropped."""
     run = object_or_empty(options.get("run"))
     loggers = run.get("loggers", ())
     for name, named, usual in (("mlflow", "experiment", None), ("wandb", "project", "online")):

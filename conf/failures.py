@@ -22,8 +22,7 @@ def in_words(error: BaseException) -> str:
 @contextmanager
 def raised_as(kind: type[Exception], begin: str, end: str = "") -> Generator[None]:
     """Raise an error of `kind`, with the words of whatever the block raised between `begin` and `end`. One that is of
-    this kind already passes as it is.
-    """
+    this kind already passes as it is."""
     try:
         yield
     except kind:

@@ -105,8 +105,7 @@ def _presets(words: tuple[str, ...]) -> bytes:
 
 def _composed_of_presets(parsed: Sequence[Override]) -> DictConfig:
     """The same as `_compose`, without a user's folder, removals and packages. Choices of presets are composed once per
-    process, which takes most of the time; options are set afterwards, as Hydra does.
-    """
+    process, which takes most of the time; options are set afterwards, as Hydra does."""
     groups = [override for override in parsed if override.key_or_group in GROUPS]
     tree: DictConfig = pickle.loads(_presets(tuple(map(_for_hydra, groups))))
     for override in parsed:

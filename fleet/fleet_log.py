@@ -61,8 +61,7 @@ class FleetRow:
 
 class FleetLog:
     """Appends rows to a file. When that fails, it says so once and goes on without: metrics.jsonl, which cannot be
-    written then either, ends the run.
-    """
+    written then either, ends the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

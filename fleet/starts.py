@@ -81,8 +81,7 @@ class Starts:
 
     async def find_again(self, replica: Replica, is_known: bool) -> None:
         """A worker that another controller left: whether it lives, and what it needs where the trainer has not met it.
-        One that has died is started again.
-        """
+        One that has died is started again."""
         death = await outcome_when_done(self.call(replica, "check", replica.worker.check()))
         if death is not None:
             await self._failed(replica, str(death))

@@ -119,8 +119,7 @@ async def draw(config: RunConfig, folder: RunFolder) -> None:
 
 async def export_policy(trainer: StepTrainer, config: RunConfig, folder: RunFolder) -> Path | None:
     """What was trained, as others read it, whole or not at all. Returns where; None of a run of no step: it would copy
-    what was read. Raises RunTakenOver.
-    """
+    what was read. Raises RunTakenOver."""
     if config.run.num_steps == 0:
         return None
     export = folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged

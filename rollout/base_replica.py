@@ -135,8 +135,7 @@ class BaseReplica:
 
     async def _put_in_service(self, verb: Callable[[Any, int, int, int], None], version: int, epoch: int) -> None:
         """Make every rank CLEAN, then resume. The stamp changes before the engine resumes, so that no token of new
-        weights gets the old version.
-        """
+        weights gets the old version."""
         if self._clearing is not None:
             await self._clearing
         await self._ask(self._limit_s, verb, WEIGHTS, version, epoch)

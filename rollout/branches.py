@@ -38,8 +38,7 @@ class Branch:
     @property
     def first_response(self) -> tuple[list[int], list[int], list[float]]:
         """(tokens before the first one that counts, the tokens that count from there on without a gap, their
-        log-probabilities).
-        """
+        log-probabilities)."""
         start = self.counts.index(True)
         stop = next((i for i in range(start, len(self.counts)) if not self.counts[i]), len(self.counts))
         return self.token_ids[:start], self.token_ids[start:stop], self.logprobs[start:stop]

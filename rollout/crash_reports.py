@@ -95,8 +95,7 @@ def death_of_a_child() -> str:
 
 def death_in(report: Path) -> str:
     """How the process died that reports there: "died of SIGSEGV (main thread in trainer/rank.py:123, ...); ...". Empty:
-    no report says so. Notes in the file whether there is a core.
-    """
+    no report says so. Notes in the file whether there is a core."""
     return _death_in([_file_of(report)])
 
 

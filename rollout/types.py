@@ -151,8 +151,7 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled response, or an episode of an agent: all responses of its turns, one after the other. All lists have
-    one entry per sampled token.
-    """
+    one entry per sampled token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -237,7 +236,6 @@ class Group:
 
     def staleness_steps(self, policy_version: int) -> int:
         """`policy_version` minus the oldest version in any token of the group; 0 of a group whose episodes all failed
-        before their first token.
-        """
+        before their first token."""
         versions = [version for rollout in self.rollouts for version in rollout.policy_versions]
         return policy_version - min(versions, default=policy_version)

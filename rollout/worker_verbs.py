@@ -101,14 +101,12 @@ class RolloutVerbs(Protocol):
 
     async def keep_version(self, version: int | None) -> bool:
         """Keep the newest version in its adapter slot while others are published; None: no longer. Returns whether it
-        is kept: false without slots, whose weights a publish overwrites, and if another one is newer.
-        """
+        is kept: false without slots, whose weights a publish overwrites, and if another one is newer."""
         ...
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Log-probabilities of all tokens but the first, from one prefill at temperature 1; None if the engine holds
-        another version, or took one meanwhile.
-        """
+        another version, or took one meanwhile."""
         ...
 
     async def check(self) -> None:
@@ -155,8 +153,7 @@ class WorkerVerbs(RolloutVerbs, Protocol):
 
     async def prepare(self) -> None:
         """Do what needs no device, such as imports. A worker that takes the place of a dead one does it while that one
-        is cleared away. Without it, start() does it.
-        """
+        is cleared away. Without it, start() does it."""
         ...
 
     async def start(self) -> str:

@@ -72,8 +72,7 @@ class GatheredAdapter:
 
     def write(self, folder: Path | str) -> None:
         """Write adapter_model.safetensors (in trainer.lora.dtype) and adapter_config.json into a folder, which is made
-        if missing.
-        """
+        if missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _save(self.tensors, folder / ADAPTER_FILE)

@@ -268,8 +268,7 @@ class TrainerRank:
 
     def score(self, microbatches: list[list[Sample]], policy_version: int) -> list[list[Scores]]:
         """Log-probabilities of these samples by the policy and its reference, by microbatch and sample; no gradient.
-        Microbatches as in forward_backward.
-        """
+        Microbatches as in forward_backward."""
         policy = self.policy
         self._control.agree("microbatches and version", (len(microbatches), policy_version))
         self.learner.check_version(policy_version)

@@ -37,8 +37,7 @@ def allow_collections() -> None:
 @contextlib.contextmanager
 def frozen_imports() -> Generator[None]:
     """For a block that imports something large: no automatic collection starts in it, and later ones skip what it
-    left. That is not looked through for garbage: a tenth of the import's time, for some megabytes.
-    """
+    left. That is not looked through for garbage: a tenth of the import's time, for some megabytes."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -69,8 +69,7 @@ def gemma3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Gemma 4 of 31B and 26B-A4B (transformers models/gemma4): layers without a window have heads of their own, whose
     values may be their keys before the norm; values are normed; scores have no scale, layers' results have; logits pass
-    a soft cap. The second has experts beside its dense feed-forward.
-    """
+    a soft cap. The second has experts beside its dense feed-forward."""
     _refuse_other_gemma4(config)
     refuse(config, hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
     refuse(config, attn_logit_softcapping=(None,), use_bidirectional_attention=(None, "vision"))  # of pictures' tokens

@@ -24,8 +24,7 @@ class ExpertFormat(StrEnum):
     """One float tensor per projection, `weight`."""
     int4 = "int4"
     """compressed-tensors pack-quantized, symmetric, in groups of 32 (Kimi-K2-Thinking): eight weights to an int32 of
-    `weight_packed`, one `weight_scale` per group, `weight_shape` the two sizes.
-    """
+    `weight_packed`, one `weight_scale` per group, `weight_shape` the two sizes."""
     mxfp4 = "mxfp4"
     """OCP microscaling (gpt-oss): two e2m1 weights to a byte of `_blocks`, one e8m0 `_scales` byte per 32."""
 
@@ -97,8 +96,7 @@ class MoeSpec:
     is_fused: bool = False
     """The checkpoint stores all experts of a layer in one tensor per projection, transposed, gate and up columns
     alternating, with biases (gpt-oss): gate_up_proj (E, H, 2I), gate_up_proj_bias (E, 2I), down_proj (E, I, H),
-    down_proj_bias (E, H). The trainer holds them as it holds all experts; see trainer/weights/fused_experts.py.
-    """
+    down_proj_bias (E, H). The trainer holds them as it holds all experts; see trainer/weights/fused_experts.py."""
 
     is_beside_dense: bool = False
     """Layers with experts have a dense feed-forward, too, and norms before, after and around both. The router reads the

@@ -73,8 +73,7 @@ def check_architecture(config: RunConfig, hf_config: HfConfig) -> None:
 
 def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config: HfConfig) -> None:
     """In adapter mode a model with experts needs GPU engines: with adapters enabled, vLLM computes every expert,
-    adapted or not, with Triton kernels, which need a GPU.
-    """
+    adapted or not, with Triton kernels, which need a GPU."""
     is_adapter = config.weight_sync.mode is SyncMode.adapter
     if is_adapter and config.cluster.device is Device.cpu and num_experts_of(hf_config):
         raise ConfigError(
@@ -154,8 +153,7 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: HfConfig)
 
 def check_engine_records_routes(config: RunConfig, hf_config: HfConfig) -> None:
     """Routing replay needs experts, and an engine that records which of them it chose: vLLM 0.25.1 and 0.32 on GPUs.
-    On a CPU, 0.32 has no model runner that does (`VllmConfig._verify_aux_output_compatibility`).
-    """
+    On a CPU, 0.32 has no model runner that does (`VllmConfig._verify_aux_output_compatibility`)."""
     if not config.parity.replay_routing:
         return
     if not num_experts_of(hf_config):
@@ -280,8 +278,7 @@ def check_packed_experts_stay_frozen(config: RunConfig, hf_config: HfConfig) -> 
 
 def check_engine_takes_merged_weights(config: RunConfig, hf_config: HfConfig) -> None:
     """Engines with four-bit weights need adapter mode: merged weights would have to be quantized to their packed words
-    and scales at every publish.
-    """
+    and scales at every publish."""
     packing = packing_of(hf_config)
     if packing is not None and config.weight_sync.mode is SyncMode.merged:
         raise ConfigError(
@@ -313,8 +310,7 @@ def check_packed_base_reaches_engines(config: RunConfig, hf_config: HfConfig) ->
 
 def check_int4_kernels_add_adapters(config: RunConfig, hf_config: HfConfig) -> None:
     """INT4 experts need a shape for which vLLM's kernels add adapters: for other shapes, its kernels ignore adapters,
-    or it pads the experts but not the adapters.
-    """
+    or it pads the experts but not the adapters."""
     hidden, width = int(hf_config["hidden_size"]), int(hf_config["moe_intermediate_size"])
     parts = 1 if config.rollout.enable_expert_parallel else config.rollout.tp_size
     if hidden % 128 or width % (64 * parts):

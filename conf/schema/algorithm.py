@@ -12,8 +12,7 @@ from slipstream.conf.schema.teacher import TeacherConfig
 
 class Objective(StrEnum):
     """What the trainer minimizes: the policy-gradient loss of rollouts that were sampled and judged, the negative
-    log-likelihood of given conversations, or the loss of given pairs of answers of which one is preferred.
-    """
+    log-likelihood of given conversations, or the loss of given pairs of answers of which one is preferred."""
 
     policy = "policy"
     sft = "sft"
@@ -22,8 +21,7 @@ class Objective(StrEnum):
 
 class Normalization(StrEnum):
     """What one token's loss is divided by: the tokens of the batch; the tokens of its sequence, and then the sequences
-    of the batch; or the most tokens that the batch's sequences may have.
-    """
+    of the batch; or the most tokens that the batch's sequences may have."""
 
     token = "token"
     sequence = "sequence"
@@ -40,8 +38,7 @@ class RatioBaseline(StrEnum):
 class Correction(StrEnum):
     """How a token is weighed whose probability differs between trainer and engine (trainer/step/corrections.py has the
     formulas and their sources): not at all; by its ratio, cut above (tis), or left out beyond a bound (mis) or two
-    (icepop); by the product of its response's ratios, cut or left out; by their geometric mean, left out.
-    """
+    (icepop); by the product of its response's ratios, cut or left out; by their geometric mean, left out."""
 
     none = "none"
     tis = "tis"
@@ -107,27 +104,23 @@ class AlgorithmConfig:
     """policy: reinforcement learning. sft: learn the assistant's tokens of the conversations in data.path; no engine
     is started, and of this section only `sequences_per_step` and `normalization` are read. dpo: learn from the pairs in
     data.path which of two answers is preferred (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); as sft, with
-    `sequences_per_step` and `dpo_beta`.
-    """
+    `sequences_per_step` and `dpo_beta`."""
     sequences_per_step: int = field(default=64, metadata=read_if(GIVEN))
     """Conversations, with objective=dpo pairs of answers, that make one optimizer step."""
     dpo_beta: float = field(default=0.1, metadata=read_if(If("algorithm.objective=dpo", cure="choose algorithm=dpo")))
     """objective=dpo: how much a pair's loss counts a log-ratio of the policy to the one before training. The larger,
-    the nearer the policy stays to that one.
-    """
+    the nearer the policy stays to that one."""
     group_size: int = 16
     """Rollouts per prompt; the advantage compares them with each other."""
     groups_per_step: int = 16
     """Groups that make one batch, hence one optimizer step."""
     max_staleness_steps: int = 1
     """How many optimizer steps old a sample may be when the trainer uses it: the trainer's policy version minus the
-    oldest version in the sample. 0 is strictly on-policy.
-    """
+    oldest version in the sample. 0 is strictly on-policy."""
     minibatches_per_step: int = 1
     """Parts of a batch, each of whole groups and with an update of its own (PPO's minibatches). With several updates,
     the trainer first computes the batch's log-probabilities once more, for the ratio; the step's one policy version is
-    what the last update leaves.
-    """
+    what the last update leaves."""
     epochs_per_step: int = 1
     """Times that a batch is used, its groups in another order each time (PPO's epochs)."""
     advantage: str = "group_std"
@@ -136,12 +129,10 @@ class AlgorithmConfig:
     group_mean: (r - mean) / mean (MaxRL), for rewards that are never negative. batch_std: r, standardized over the
     tokens of the batch (REINFORCE++). group_batch_std: r - the group's mean, standardized in the same way
     (REINFORCE++ with baseline). none: 0, so that the teacher's term alone counts (distill_coef). Or a function of your
-    own, FILE.py:function or package.module:function.
-    """
+    own, FILE.py:function or package.module:function."""
     distill_coef: float = 0.0
     """Weight of log teacher - log mu, mu the policy that sampled, which is added to the advantage of each token:
-    on-policy distillation (docs/algorithms.md). 0 asks no teacher.
-    """
+    on-policy distillation (docs/algorithms.md). 0 asks no teacher."""
     teacher: TeacherConfig = field(
         default_factory=TeacherConfig,
         metadata=read_if(If("algorithm.distill_coef!=0", ", which asks no teacher", "choose algorithm=distill")),
@@ -154,19 +145,16 @@ class AlgorithmConfig:
     )
     """token: every response token of the batch has the same weight (DAPO, arXiv:2503.14476). sequence: every response
     has the same weight. constant: as token, but divided by responses * rollout.sampling.max_tokens, so that short
-    responses do not make the step larger (Dr. GRPO; algorithm=grpo sets it); not with objective=sft.
-    """
+    responses do not make the step larger (Dr. GRPO; algorithm=grpo sets it); not with objective=sft."""
     mask_truncated: bool = False
     """Do not train on responses that end by length (DAPO's overlong filtering): the loss is not divided by their tokens
-    either. Their rewards still count in the group's mean and deviation. Needs rollout.sampling.stop_at_eos.
-    """
+    either. Their rewards still count in the group's mean and deviation. Needs rollout.sampling.stop_at_eos."""
     loss: str = field(default="clip", metadata=read_if(RATIO_DIFFERS))
     """What a token's ratio and advantage make of its loss (docs/algorithms.md has the formulas). clip: PPO's clipped
     ratio. gspo: the same with the response's geometric mean of ratios. cispo: log-probability times clipped ratio, so
     that every token keeps a gradient. sapo: a smooth gate in place of the clip. With ratio_baseline=trainer and one
     update of a batch the ratio is 1, and all four have the same gradient. Or a function of your own, FILE.py:function
-    or package.module:function.
-    """
+    or package.module:function."""
     clip_low: float = field(default=0.2, metadata=read_if(RATIO_DIFFERS, BOUNDED))
     """Lower clip of the importance ratio: 1 - clip_low; 1: none. Ignored where the ratio is 1."""
     clip_high: float = field(default=0.28, metadata=read_if(RATIO_DIFFERS, BOUNDED))
@@ -174,22 +162,19 @@ class AlgorithmConfig:
     ratio is 1."""
     dual_clip: float | None = field(default=None, metadata=read_if(RATIO_DIFFERS, If("algorithm.loss=clip|*:*")))
     """loss=clip: a token of negative advantage A costs at most -dual_clip * A, however large its ratio (Ye et al. 2020,
-    arXiv:1912.09729; they use 3). null: no bound.
-    """
+    arXiv:1912.09729; they use 3). null: no bound."""
     sapo_tau_positive: ClassVar[float] = 1.0
     """loss=sapo: sharpness of the gate for tokens of positive advantage."""
     sapo_tau_negative: ClassVar[float] = 1.05
     """loss=sapo: the same for the others; larger, so that less of them gets through (arXiv:2511.20347)."""
     ratio_baseline: RatioBaseline = RatioBaseline.trainer
     """trainer: the ratio is 1 at the start of each step, and `correction` corrects for the engine's mismatch. rollout:
-    the ratio is taken to the engine's log-probabilities and clipped; `correction` must be none.
-    """
+    the ratio is taken to the engine's log-probabilities and clipped; `correction` must be none."""
     correction: Correction = Correction.tis
     """Weight of a token by its ratio r, the trainer's probability over the engine's. tis: min(r, max), the mildest.
     mis: r up to max, else 0. icepop: r from min to max, else 0; for models that route. sequence_tis, sequence_mis: as
     tis and mis, with the product of the response's ratios; for runs that collapse. geometric_mis: with their geometric
-    mean; for long responses. none: 1. docs/parity.md says when to use which.
-    """
+    mean; for long responses. none: 1. docs/parity.md says when to use which."""
     correction_min: float | None = field(
         default=None,
         metadata=read_if(
@@ -210,18 +195,15 @@ class AlgorithmConfig:
     """k1: the log-ratio; in the loss its expected gradient is 0. k2: half its square. k3: >= 0 and unbiased (GRPO)."""
     kl_in: KlPlace = field(default=KlPlace.loss, metadata=read_if(If("algorithm.kl_coef!=0")))
     """loss: the estimate is added to each token's loss. reward: it is subtracted from the reward, so that it counts in
-    the advantage; the trainer first computes the batch's log-probabilities once more.
-    """
+    the advantage; the trainer first computes the batch's log-probabilities once more."""
     entropy_coef: float = 0.0
     """Weight of the policy's mean entropy per token, which is added to what is maximized: the loss is lower, the less
-    certain the policy is. Negative: the opposite.
-    """
+    certain the policy is. Negative: the opposite."""
     drop_zero_variance_groups: bool = False
     """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO)."""
     max_uninformative_batches: ClassVar[int] = 10
     """Save the state and end the run after this many times groups_per_step groups in a row were dropped for equal
-    rewards: the prompts are solved, or too hard.
-    """
+    rewards: the prompts are solved, or too hard."""
 
     def __post_init__(self) -> None:
         require(

@@ -28,16 +28,13 @@ class ClusterConfig:
     """Put the trainer's only rank and all rollout workers on one GPU, for a host without a second one: to try a run, or
     to learn something small. They take turns at the GPU, so neither is fast. Needs rollout.kv_cache_bytes, because an
     engine cannot measure what is free while others take memory, and a rollout.gpu_memory_utilization that is free
-    when it starts.
-    """
+    when it starts."""
     ray_address: str | None = None
     """Address of a running Ray cluster of one or more machines; `auto`: the cluster to which this machine belongs.
-    null: start one on this machine, bound to loopback, and stop it at the end.
-    """
+    null: start one on this machine, bound to loopback, and stop it at the end."""
     dashboard: bool = field(default=True, metadata=read_if(OWN_CLUSTER))
     """Start the Ray dashboard, if the run starts its own cluster: at port 8265, or the next free one, which the run and
-    `slipstream status` say.
-    """
+    `slipstream status` say."""
     start_timeout_s: float = 900.0
     """Longest wait for trainer ranks and engines to come up."""
 

@@ -22,15 +22,13 @@ class Order(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Prompts: rows with a `prompt` column (text, or a list of chat messages) and any further columns, which rewards
-    see. docs/data.md has the forms of a source.
-    """
+    see. docs/data.md has the forms of a source."""
 
     path: str | None = None
     """Training rows: a .jsonl or .parquet file, several Parquet files as one (train-*.parquet), a folder that
     `Dataset.save_to_disk` wrote, or a dataset of the Hugging Face Hub, `hf:REPO:SPLIT` or `hf:REPO:CONFIG:SPLIT`
     (hf:openai/gsm8k:main:train). Relative paths start at the working directory; `pkg://NAME` is a file that ships in
-    conf/data.
-    """
+    conf/data."""
     sources: tuple[str, ...] = ()
     """Several of these instead of `path`, mixed."""
     weights: tuple[float, ...] = field(default=(), metadata=read_if(If("data.sources!=[]", cure="give data.sources")))
@@ -39,24 +37,20 @@ class DataConfig:
     """Held-out rows, one source of the same forms. null: no evaluation."""
     eval_sets: dict[str, str] = field(default_factory=dict[str, str])
     """Several held-out sets instead of `eval_path`, by names of your own: `data.eval_sets.aime=aime.jsonl` is the set
-    `aime`, whose figures are eval/aime/reward and so on. docs/evaluation.md.
-    """
+    `aime`, whose figures are eval/aime/reward and so on. docs/evaluation.md."""
     columns: dict[str, str] = field(default_factory=dict[str, str])
     """Columns under other names: `data.columns.answer=reward_model.ground_truth` adds a column `answer` with a field of
-    a struct; of `question|problem` the first that a row has is taken.
-    """
+    a struct; of `question|problem` the first that a row has is taken."""
     stream: bool = False
     """Read training rows while the run uses them, for what does not fit in memory. 1,000 rows of each source are
     shuffled among each other. Rows after these are checked when they are read: a wrong one then ends the run, its state
-    saved.
-    """
+    saved."""
     stream_buffer_rows: ClassVar[int] = 1000
     """Rows of each source that are shuffled among each other; as many more are read ahead meanwhile."""
     order: Order = Order.shuffled
     """shuffled: rows come at random, seeded by run.seed, each once in an epoch. given: in the file's order. middling:
     prompts are drawn, and those that are solved now and then come more often than those that are always or never
-    solved; rewards count as success rates, those below 0 as 0 and those above 1 as 1.
-    """
+    solved; rewards count as success rates, those below 0 as 0 and those above 1 as 1."""
     curriculum_floor: ClassVar[float] = 0.1
     """Least weight of a prompt in the draw; prompts solved half of the time, and those not seen yet, have 1."""
     prompt_key: str = "prompt"
@@ -65,18 +59,15 @@ class DataConfig:
         default=None, metadata=read_if(If("algorithm.objective!=policy", cure="choose algorithm=sft or algorithm=dpo"))
     )
     """algorithm=sft: longest conversation. algorithm=dpo: longest prompt with an answer. A longer one is refused, with
-    its line number. null: any length.
-    """
+    its line number. null: any length."""
     max_prompt_tokens: int | None = None
     """Longest prompt; longer ones are refused. null: rollout.max_model_len - rollout.sampling.max_tokens."""
     drop_too_long: bool = False
     """Leave out rows that are longer than these two allow, instead of refusing them. The start of a run tells how many
-    (with `stream`: how many of the first ones).
-    """
+    (with `stream`: how many of the first ones)."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=JsonObject)
     """Further variables of the model's chat template, for rows, held-out rows and agents' requests:
-    `data.chat_template_kwargs.enable_thinking=false`. A row's column of this name, and a request's field, go first.
-    """
+    `data.chat_template_kwargs.enable_thinking=false`. A row's column of this name, and a request's field, go first."""
 
     def __post_init__(self) -> None:
         at_least(1, "data", self, "max_prompt_tokens")

@@ -39,19 +39,16 @@ class ModelConfig:
     hf_config: dict[str, Any] = field(default_factory=dict)
     """Hugging Face config fields (model_type, hidden_size, ...). With init=random: the whole config if path is null,
     otherwise overrides of path's config.json. initializer_range is the standard deviation of random weights, by
-    default 0.02.
-    """
+    default 0.02."""
     dtype: DType = DType.bfloat16
     """Format of the frozen weights, of the engine's weights and of activations."""
     engine_format: EngineFormat = EngineFormat.checkpoint
     """Format of the engines' weights. checkpoint: block-FP8 if the quantization_config of config.json asks for it,
     otherwise `dtype`. block_fp8: block-FP8 (128 x 128, DeepSeek-V3's) even if config.json has none. The trainer's base
-    always has `dtype`, and a publish quantizes the merged weights.
-    """
+    always has `dtype`, and a publish quantizes the merged weights."""
     tokenizer: str | None = None
     """Folder with tokenizer.json, or `characters`: one token per printable character, made by Slipstream. null: the
-    tokenizer in `path`.
-    """
+    tokenizer in `path`."""
 
     def __post_init__(self) -> None:
         require(self.init_std > 0, f"model.hf_config.initializer_range must be > 0, got {self.init_std}")

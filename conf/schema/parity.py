@@ -17,12 +17,10 @@ class ParityConfig:
 
     mask_log_ratio: float = 0.0
     """Tokens whose log-probabilities differ by more than this are left out of the policy's loss, whatever
-    algorithm.correction does with the others: they still count in what it is divided by. 0: none.
-    """
+    algorithm.correction does with the others: they still count in what it is divided by. 0: none."""
     replay_routing: bool = False
     """Replay routing: the engine records which experts it chose for each token, and the trainer uses these instead of
-    its own choice. Needs a mixture of experts, and engines on GPUs.
-    """
+    its own choice. Needs a mixture of experts, and engines on GPUs."""
 
     def __post_init__(self) -> None:
         at_least(0, "parity", self, "warn_k3", "stop_k3", "mask_log_ratio")

@@ -26,19 +26,16 @@ SHAPINGS = ("overlong_penalty", "length_penalty")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig(AskedModel):
     """kind=judge: another model grades the response, over OpenAI's chat protocol. Without an answer, or without a
-    number in it, the sample has no reward.
-    """
+    number in it, the sample has no reward."""
 
     prompt_file: str | None = None
     """Text file with what it is asked; {{prompt}}, {{response}} and {{COLUMN}} stand for those. The last number of the
-    answer is the score. null: a prompt that asks for one from 0 to 10.
-    """
+    answer is the score. null: a prompt that asks for one from 0 to 10."""
     scale: tuple[float, float] = (0.0, 10.0)
     """The score that is worth 0, and the one that is worth 1. A score out of this range is none."""
     extra: dict[str, Any] = field(default_factory=JsonObject)
     """Fields of the request beside temperature=0 and max_tokens=512, or in their place, such as
-    {reasoning_effort: low}. null: the field is not sent.
-    """
+    {reasoning_effort: low}. null: the field is not sent."""
     requests_per_minute: int | None = None
     """Requests that leave in a minute, from all processes. null: as many as reward.max_concurrent lets."""
     cache_path: str | None = None
@@ -50,8 +47,7 @@ class CodeConfig:
     """kind=code: the response's code runs with each of the row's tests in a sandbox without network. What it and the
     processes that it starts exceed is a failed test. A row's column `tests` has Python text, such as asserts, that runs
     after the response's code; a list of such texts; or a list of {input, output}, standard input and expected standard
-    output.
-    """
+    output."""
 
     partial: bool = False
     """The reward is the share of tests that pass. false: 1 if all do, otherwise 0."""
@@ -59,8 +55,7 @@ class CodeConfig:
     """Seconds of one test, also of CPU time of all its processes; tests of a response share reward.timeout_s."""
     memory_bytes: int = 1 << 30
     """Memory of one test's processes together. They may be 32, and write 64 MiB to /tmp, which is kept in memory;
-    nothing else can be written to.
-    """
+    nothing else can be written to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +66,7 @@ class RewardPart:
     """exact_match, regex, math (these compare with the column `answer`), judge, code, none (0 for every response:
     algorithm=distill needs no reward), or a function: `FILE.py:function`, `package.module:function`. It is (prompt,
     response, fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may be async.
-    Fields are the row's other columns, and `finish_reason`.
-    """
+    Fields are the row's other columns, and `finish_reason`."""
     weight: float = 1.0
     """What the reward is multiplied by before it is added to the others."""
     pattern: str = field(default=r"(.+)", metadata=read_if(If("reward.kind=regex", cure="choose reward=regex")))
@@ -113,17 +107,14 @@ class RewardConfig(RewardPart):
     parts: dict[str, Any] = field(default_factory=JsonObject)
     """Several rewards by name, each with the options of this section that describe one: reward.parts.right.kind=regex
     reward.parts.brevity.kind=rewards.py:brevity reward.parts.brevity.weight=0.2. Empty: the section itself is the only
-    reward.
-    """
+    reward."""
     keep_special_tokens: bool = False
     """Keep special tokens in the response that rewards see: the marks of channels and tool calls, and the end of
-    sequence. false: only text.
-    """
+    sequence. false: only text."""
 
     overlong_tokens: int = 0
     """Soft overlong punishment (DAPO, arXiv:2503.14476, equation 13): the last so many of rollout.sampling.max_tokens
-    tokens take the reward down evenly, by overlong_penalty at the end. 0: none.
-    """
+    tokens take the reward down evenly, by overlong_penalty at the end. 0: none."""
     overlong_penalty: float = field(
         default=1.0, metadata=read_if(If("reward.overlong_tokens!=0", cure="set reward.overlong_tokens"))
     )

@@ -26,18 +26,15 @@ class SamplingConfig:
     """Longest response, in tokens."""
     stop_at_eos: bool = True
     """End a response at every end-of-sequence token that the model's generation_config.json, config.json or tokenizer
-    names. false: sample exactly max_tokens, or up to one of the stops below.
-    """
+    names. false: sample exactly max_tokens, or up to one of the stops below."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, such as ["</answer>"]. The token that completes one is the last; it is trained and in
-    what rewards see, text after the stop included that is part of this token. Engines then load the tokenizer.
-    """
+    what rewards see, text after the stop included that is part of this token. Engines then load the tokenizer."""
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end a response, by id. The token itself is the last of the response."""
     seed: int | None = None
     """Gives each response random numbers of its own: of this seed, the number of its group and its place in the group,
-    whichever engine samples it. null: engines draw from one stream each, which on GPUs is much faster.
-    """
+    whichever engine samples it. null: engines draw from one stream each, which on GPUs is much faster."""
 
     def __post_init__(self) -> None:
         at_least(0, "rollout.sampling", self, "temperature")
@@ -62,8 +59,7 @@ class SamplingConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSamplingConfig:
     """How evaluations sample, where not as rollout.sampling. Nothing is learnt from their responses, so they may be
-    drawn from another distribution than the policy's (docs/parity.md).
-    """
+    drawn from another distribution than the policy's (docs/parity.md)."""
 
     temperature: float | None = None
     """Softmax temperature. 0: the likeliest token. null: as rollout.sampling."""
@@ -73,8 +69,7 @@ class EvalSamplingConfig:
     """Sample among the k likeliest tokens. 0: among all."""
     seed: int | None = field(default=None, metadata=read_if(DRAWN))
     """Give each response random numbers of its own, the same in every evaluation: of this seed, the prompt and the
-    number of the response. null: as rollout.sampling.
-    """
+    number of the response. null: as rollout.sampling."""
 
     def __post_init__(self) -> None:
         at_least(0, "rollout.eval", self, "temperature", "seed")
@@ -105,14 +100,12 @@ class EpisodesConfig:
     """Processes that run agents. One runs thousands of episodes that wait, and as much Python as one core can."""
     env: tuple[str, ...] = ()
     """Names of environment variables that an agent gets, such as [SEARCH_API_KEY]; their values are never written into
-    the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable.
-    """
+    the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable."""
     tool_parser: str | None = None
     """vLLM's parser of the model's tool calls, such as hermes or qwen3_coder. null: requests with tools are refused."""
     address: str = "127.0.0.1:0"
     """HOST:PORT at which the endpoint listens (OpenAI's protocol); port 0: any that is free. Every request needs its
-    episode's key, but nothing is encrypted.
-    """
+    episode's key, but nothing is encrypted."""
 
     def __post_init__(self) -> None:
         at_least(1, "rollout.episodes", self, "max_turns", "num_processes", "max_tokens")
@@ -135,13 +128,11 @@ class RolloutConfig:
 
     num_workers: int | str = 1
     """Engines (replicas). MIN..MAX, such as 1..4: as many as machines have room for, at least MIN, and more and fewer
-    as machines of the Ray cluster come and go (docs/elastic.md).
-    """
+    as machines of the Ray cluster come and go (docs/elastic.md)."""
     tp_size: int = 1
     """Tensor-parallel size of one engine; an engine uses tp_size devices. It must divide attention heads, feed-forwards
     and the vocabulary padded to a multiple of 64, and divide the key/value heads or be a multiple of them. With
-    block-FP8, a rank's part must be whole blocks.
-    """
+    block-FP8, a rank's part must be whole blocks."""
     workers_per_gpu: int = field(
         default=1,
         metadata=read_if(
@@ -150,8 +141,7 @@ class RolloutConfig:
         ),
     )
     """Engines on one GPU, for a model so small that an engine waits for its own Python and hardly for the GPU. It must
-    divide num_workers, and needs tp_size=1. Each engine decodes its share of the requests.
-    """
+    divide num_workers, and needs tp_size=1. Each engine decodes its share of the requests."""
     enable_expert_parallel: bool = field(
         default=False,
         metadata=read_if(
@@ -162,8 +152,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     agent: str | None = None
     """An agent that holds whole conversations: `FILE.py:function`, or `package.module:function`, of
-    `async def agent(task, session) -> reward or None` (docs/agents.md). null: one response to each prompt.
-    """
+    `async def agent(task, session) -> reward or None` (docs/agents.md). null: one response to each prompt."""
     episodes: EpisodesConfig = field(
         default_factory=EpisodesConfig,
         metadata=read_if(If("rollout.agent!=null", ", which samples one response to each prompt", "name an agent")),
@@ -174,12 +163,10 @@ class RolloutConfig:
     max_num_seqs: int | None = None
     """The most requests that one engine decodes at once. null: as many as a run can have in flight, which is its share
     of max_concurrent_groups or of (algorithm.max_staleness_steps + 1) * algorithm.groups_per_step groups, but 1024 at
-    most. vLLM decodes fewer while its KV cache holds no more.
-    """
+    most. vLLM decodes fewer while its KV cache holds no more."""
     max_num_batched_tokens: int = 8192
     """The most tokens of one engine step, at least max_num_seqs. It limits what is prefilled at once, also for the
-    requests that a publish of merged weights froze. A publish waits for the steps in flight.
-    """
+    requests that a publish of merged weights froze. A publish waits for the steps in flight."""
     gpu_memory_utilization: float = field(
         default=0.85, metadata=read_if(If("cluster.device!=cpu", cure="set rollout.kv_cache_bytes"))
     )
@@ -191,8 +178,7 @@ class RolloutConfig:
     engine_options: dict[str, Any] = field(default_factory=JsonObject)
     """Further arguments of vLLM's engine, by its names, such as {block_size: 32, async_scheduling: false}; those of
     compilation_config are added to ours. What Slipstream sets, or what would break layouts, exactness or memory, is
-    refused. vLLM does not promise that an argument means the same in its next release.
-    """
+    refused. vLLM does not promise that an argument means the same in its next release."""
     max_concurrent_groups: int = 64
     """The most groups in flight over all workers; the buffer's back-pressure may permit fewer."""
     request_timeout_s: float = 600.0
@@ -201,14 +187,12 @@ class RolloutConfig:
     notice: str | None = field(default=None, metadata=read_if(SPREAD))
     """How a machine is told that it will be taken away: a file that appears there, such as /run/taken, or a URL that
     answers 200 instead of 404, such as http://169.254.169.254/latest/meta-data/spot/instance-action. Its workers then
-    hand their requests over, and start on other machines (docs/elastic.md). null: nobody looks.
-    """
+    hand their requests over, and start on other machines (docs/elastic.md). null: nobody looks."""
     max_restarts: int = 3
     """How often a worker that failed is started again in a run; 0: it stays out of service."""
     restart_backoff_s: ClassVar[float] = 1.0
     """Pause after an attempt to restart a worker that failed; it doubles with every further failure. The first attempt
-    comes at once.
-    """
+    comes at once."""
 
     def __post_init__(self) -> None:
         self._check_num_workers()
@@ -295,8 +279,7 @@ class RolloutConfig:
     @property
     def num_gpus(self) -> int:
         """GPUs of all engines together, where each has a GPU for every rank or workers_per_gpu of them share one; of
-        the fewest engines, if num_workers is a range.
-        """
+        the fewest engines, if num_workers is a range."""
         return self.least_workers * self.tp_size // self.workers_per_gpu
 
     @property

@@ -41,8 +41,7 @@ class RunSection:
     """URL of a folder in an object store, such as s3://bucket/runs: each complete checkpoint is sent to
     <checkpoint_dir>/<run> beside the steps that follow, and a resume on any machine goes on from there. Any file system
     of fsspec will do whose package is installed. Credentials are never an option: drivers read the environment. null:
-    checkpoints stay in the run folder alone.
-    """
+    checkpoints stay in the run folder alone."""
     seed: int = 0
     """Seed of weights, prompt order and sampling."""
     num_steps: int = 100
@@ -53,27 +52,22 @@ class RunSection:
     """How many of the newest checkpoints to keep; older ones are removed."""
     keep_best: str | None = field(default=None, metadata=read_if(EVALUATED))
     """A figure of evaluations, such as eval/reward or eval/aime/pass_at_4: the checkpoint of the step with the best one
-    stays, too, as checkpoints/best. Every evaluated step is then saved. null: none is kept for that.
-    """
+    stays, too, as checkpoints/best. Every evaluated step is then saved. null: none is kept for that."""
     eval_every_steps: int = 20
     """Evaluate on data.eval_path or data.eval_sets before the first step, after every this many steps, and at the end.
-    0: only before the first step and at the end.
-    """
+    0: only before the first step and at the end."""
     eval_samples_per_prompt: int = field(default=1, metadata=read_if(EVALUATED))
     """Responses per held-out prompt: pass@k is told for this k, and for 1, 2, 4 and so on below it."""
     eval_right_from: float = field(default=1.0, metadata=read_if(EVALUATED))
     """A response with this reward or a larger one counts as right, for pass@k and majority votes, whatever its length
-    took from it (reward.overlong_tokens, reward.length_penalty).
-    """
+    took from it (reward.overlong_tokens, reward.length_penalty)."""
     eval_beside: bool = field(default=False, metadata=read_if(EVALUATED))
     """Evaluate while training goes on, instead of waiting for the evaluation. Its figures are in the row of the step
     during which it ends; eval/step says whose they are. With weight_sync.mode=adapter engines keep its version in a
-    slot of its own. Merged weights change under it: eval/version_spread tells how far.
-    """
+    slot of its own. Merged weights change under it: eval/version_spread tells how far."""
     eval_share: ClassVar[float] = 0.25
     """With `eval_beside`: how many responses an evaluation has in flight at most, as a share of the requests that the
-    engines decode for training; engines get as much more room.
-    """
+    engines decode for training; engines get as much more room."""
     samples_per_step: int = 16
     """Responses of every step, and of every evaluation, that samples.jsonl shows token by token. 0: none."""
     max_sample_bytes_per_step: ClassVar[int] = 262_144
@@ -81,8 +75,7 @@ class RunSection:
     long for it lose their middle."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Where the rows of metrics.jsonl go, too: tensorboard (events in the run folder), wandb, mlflow. []: nowhere.
-    Their keys, W&B's mode (WANDB_MODE) and MLflow's address (MLFLOW_TRACKING_URI) are the environment's.
-    """
+    Their keys, W&B's mode (WANDB_MODE) and MLflow's address (MLFLOW_TRACKING_URI) are the environment's."""
     project: str = field(
         default="slipstream", metadata=read_if(If("run.loggers=wandb|mlflow", cure="name wandb or mlflow there"))
     )
@@ -180,8 +173,7 @@ class RunConfig:
     @property
     def reads_initial_adapter(self) -> bool:
         """Whether trainer.lora.init_from is read. A checkpoint has what training made of it, so that a resumed run
-        needs it for a reference alone, or for engines that keep version 0.
-        """
+        needs it for a reference alone, or for engines that keep version 0."""
         is_given = self.trainer.mode is TrainMode.lora and self.trainer.lora.init_from is not None
         is_needed = self.run.resume is None or self.algorithm.needs_reference or not self.weight_sync.enabled
         return is_given and is_needed
@@ -224,8 +216,7 @@ class RunConfig:
     @property
     def num_evaluated_groups(self) -> int:
         """Held-out prompts that are sampled at the same time: as many as training's groups, or eval_share of the
-        requests that engines decode for training.
-        """
+        requests that engines decode for training."""
         rollout, run = self.rollout, self.run
         if not self.evaluates_beside:
             return rollout.max_concurrent_groups
@@ -235,8 +226,7 @@ class RunConfig:
     @property
     def num_adapter_slots(self) -> int:
         """Versions of an adapter that an engine holds: one serves, one is written, requests may be
-        algorithm.max_staleness_steps older, and an evaluation beside training keeps its own.
-        """
+        algorithm.max_staleness_steps older, and an evaluation beside training keeps its own."""
         return self.algorithm.max_staleness_steps + 2 + self.evaluates_beside
 
     @property

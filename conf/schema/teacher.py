@@ -16,12 +16,10 @@ class AskedModel:
     """Its name there."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key, such as OPENAI_API_KEY. The key is never written into the
-    run folder. null: none is sent.
-    """
+    run folder. null: none is sent."""
     max_tries: ClassVar[int] = 6
     """Requests for one answer: after 429, 5xx, a lost connection or a timeout it is asked again, after the time that it
-    names, or 0.5 s and twice as long each time.
-    """
+    names, or 0.5 s and twice as long each time."""
     try_timeout_s: ClassVar[float] = 60.0
     """Longest time of one request."""
 

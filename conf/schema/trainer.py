@@ -70,13 +70,11 @@ class LoraConfig:
     targets: tuple[str, ...] = LORA_TARGETS
     """What is adapted. attention: every projection of it: q, k, v and o, or q_a, q_b, kv_a, kv_b and o of latent
     attention. mlp: gate, up and down of dense feed-forwards and of shared experts. experts: those of every routed
-    expert.
-    """
+    expert."""
     init_from: str | None = None
     """Folder of an adapter in PEFT format from which training starts, such as runs/NAME/adapter of a fine-tuning run.
     It must have these ranks and this scale; a matrix that it has no factors for starts with B = 0. It is the policy
-    before training, and so algorithm.kl_coef's reference. null: A random, B zero.
-    """
+    before training, and so algorithm.kl_coef's reference. null: A random, B zero."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))  # OmegaConf builds the object with a list
@@ -134,8 +132,7 @@ class LoraConfig:
     @property
     def slot_rank(self) -> int:
         """Rank of an engine's adapter slots: the smallest that vLLM has kernels for and that no adapter's rank exceeds.
-        0: vLLM has none that large.
-        """
+        0: vLLM has none that large."""
         largest = max(kind.rank for kind in (self.for_attention, self.for_mlp, self.for_experts) if kind is not None)
         return next((rank for rank in ENGINE_LORA_RANKS if rank >= largest), 0)
 
@@ -160,8 +157,7 @@ class OptimConfig:
     """Where and in which format AdamW's two moments are kept. float32: 8 bytes per parameter. bfloat16: 4 bytes; the
     second moment loses relative changes below 1/256, which are most of them with a beta of 0.999. int8: 2 bytes,
     quantized in blocks of 256. host: float32 in pinned host memory, none on the GPU; each step moves 16 bytes per
-    parameter over the bus.
-    """
+    parameter over the bus."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm (over all ranks; experts count once) to this value. 0 turns clipping off."""
 
@@ -185,18 +181,15 @@ class TrainerConfig:
 
     num_ranks: int = 1
     """Processes, one device each. Dense parameters are sharded over all of them, and gathered once a step where they
-    take at most an eighth of a device's memory, else layer by layer.
-    """
+    take at most an eighth of a device's memory, else layer by layer."""
     ep_size: int = 1
     """Expert-parallel group size. It must divide num_ranks, and be at most the number of experts. Each ep_rank holds
     num_experts / ep_size experts, FSDP2-sharded over num_ranks / ep_size ranks. If ep_size does not divide the number
-    of experts, shares differ by one expert, and the larger ones move from layer to layer.
-    """
+    of experts, shares differ by one expert, and the larger ones move from layer to layer."""
     cp_size: int = 1
     """Context-parallel group size: so many neighbouring ranks share the tokens of every sequence, for sequences that do
     not fit one rank (docs/long_contexts.md). It must divide num_ranks. It changes no value by more than the choice of a
-    kernel does. Not for models with linear attention or sinks.
-    """
+    kernel does. Not for models with linear attention or sinks."""
     mode: TrainMode = TrainMode.lora
     """lora: train adapters on a frozen base. full: train every weight (kept in float32)."""
     lora: LoraConfig = field(default_factory=LoraConfig, metadata=read_if(If("trainer.mode=lora")))
@@ -206,8 +199,7 @@ class TrainerConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     max_microbatch_tokens: int = 16384
     """The most tokens that one rank packs into one forward and backward pass; cp_size ranks together pack cp_size times
-    as many. A longer sample gets a microbatch of its own.
-    """
+    as many. A longer sample gets a microbatch of its own."""
     activations: Activations = field(default=Activations.recompute, metadata=read_if(NOT_BITWISE))
     """It changes no value. recompute: each layer is computed again in the backward pass. keep: faster where memory is
     left; use smaller microbatches then (docs/measurements.md, whole jobs). An expert layer then keeps 2 x expert width
@@ -215,8 +207,7 @@ class TrainerConfig:
     for its backward pass (its input, attention's output and what attention adds) waits in page-locked host memory,
     while other layers compute: (4 x hidden + 2 x heads x head width) bytes per token and layer in bfloat16. A step's
     first microbatch leaves its last layers on the GPU, as many as fit the memory that gradients will take. On a GPU it
-    makes room for longer samples or larger microbatches. Not with numerics.match=merged.
-    """
+    makes room for longer samples or larger microbatches. Not with numerics.match=merged."""
     gate_up_kept: float = field(
         default=0.0,
         metadata=read_if(
@@ -226,13 +217,11 @@ class TrainerConfig:
     """Share of the expert layers that keep the product of gate and up for their backward pass although
     the rest are recomputed: 0 to 1, spread evenly over the layers. It changes no value. A
     layer then keeps 2 x expert width numbers more for each of a token's experts; with activations=host in host
-    memory, where it pays until copies take longer than the forward pass (docs/measurements.md, trainer).
-    """
+    memory, where it pays until copies take longer than the forward pass (docs/measurements.md, trainer)."""
     embedding_on_host: bool = False
     """Keep the frozen table of input embeddings in page-locked host memory; a microbatch reads the rows that it needs
     over the bus. Saves vocabulary x hidden x 2 bytes on the GPU. Needs mode=lora, one rank, and a model whose head is
-    not its embedding table.
-    """
+    not its embedding table."""
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     """Whose numbers the forward pass computes."""
     cuda_graph_tokens: int = 8192
@@ -243,16 +232,14 @@ class TrainerConfig:
     graphs keep the memory of one such microbatch. Where that would not fit beside the fullest microbatch so far, a
     warning says so, and nothing is captured; an engine on the same GPU (cluster.share_gpu) is not counted. The log says
     where it cannot be done: with several ranks that gather weights layer by layer or share sequences (cp_size), packed
-    experts, sinks, or values from the engine's kernels. 0: never.
-    """
+    experts, sinks, or values from the engine's kernels. 0: never."""
 
     max_restarts: int = 3
     """How often in a run all ranks are started again, in their places, because one of them died. Each rank's state
     after a step stays in the memory of another process, on its node and on the next one: at most one finished step is
     computed again (more, where copies would take a twentieth of the time), and engines sample on. That takes three
     copies of parameters and moments in host memory, five with several nodes. Without room for them, which a line at the
-    start says, or with 0, a death ends the run; slipstream resume goes on from the newest checkpoint.
-    """
+    start says, or with 0, a death ends the run; slipstream resume goes on from the newest checkpoint."""
 
     def __post_init__(self) -> None:
         at_least(0, "trainer", self, "cuda_graph_tokens", "max_restarts")
@@ -309,6 +296,5 @@ class TrainerConfig:
 
     def logprob_chunk_tokens(self, vocab_size: int) -> int:
         """Tokens whose logits exist at once in the head. 1,024 take 0.6 GB with a vocabulary of 152,000; with a small
-        one more fit into little.
-        """
+        one more fit into little."""
         return max(1024, (1 << 20) // vocab_size)

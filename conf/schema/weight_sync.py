@@ -17,8 +17,7 @@ class SyncMode(StrEnum):
 
 class TransportKind(StrEnum):
     """Link that carries the weights. `auto`: nvlink if both ends are GPUs of this host, otherwise rdma if there is a
-    NIC for it, otherwise tcp.
-    """
+    NIC for it, otherwise tcp."""
 
     auto = "auto"
     tcp = "tcp"
@@ -28,8 +27,7 @@ class TransportKind(StrEnum):
 
 class PauseMode(StrEnum):
     """What happens to requests in flight while weights change: frozen and continued, with KV entries of the new weights
-    or of older ones, drained first, or aborted.
-    """
+    or of older ones, drained first, or aborted."""
 
     keep = "keep"
     keep_kv = "keep_kv"
@@ -39,8 +37,7 @@ class PauseMode(StrEnum):
 
 class MergeRounding(StrEnum):
     """How merged weights become the engine's format: by a threshold of each element, so that their mean is right, or
-    to nearest, which loses what is less than half a step of the format.
-    """
+    to nearest, which loses what is less than half a step of the format."""
 
     dithered = "dithered"
     nearest = "nearest"
@@ -69,14 +66,12 @@ class WeightSyncConfig:
 
     enabled: ClassVar[bool] = True
     """False: only version 0 is published, no worker is restarted, and no bound on staleness holds: a control that must
-    not learn (bench/controls.py).
-    """
+    not learn (bench/controls.py)."""
     mode: SyncMode = SyncMode.merged
     """merged: W + (alpha / rank) * B @ A replaces the weights of the paused engine. adapter: the base is sent once
     (INT4: engines load it from model.path), then only A and B, into a free slot of the engine, which is never paused;
     requests finish with the version with which they started. adapter needs trainer.mode=lora and, for a model with
-    experts, GPU engines.
-    """
+    experts, GPU engines."""
     rounding: MergeRounding = field(
         default=MergeRounding.dithered,
         metadata=read_if(
@@ -85,22 +80,19 @@ class WeightSyncConfig:
     )
     """How W + (alpha / rank) * B @ A is rounded to bfloat16 or FP8, in engines and in merged/. dithered: up or down by
     a threshold of each element, which stays the same for the run, so that an update smaller than the format's step is
-    right in the mean. nearest: such an update is lost, and engines sample from nearly the base (docs/parity.md).
-    """
+    right in the mean. nearest: such an update is lost, and engines sample from nearly the base (docs/parity.md)."""
     transport: TransportKind = TransportKind.auto
     """Link that must carry the weights. If it turns out to be another one, that is an error; there is no fallback."""
     watermark_bytes: int = 1 << 30
     """The most temporary device memory that a publish may hold on one rank at once, of all kinds together. A single
-    transfer is at most half of it.
-    """
+    transfer is at most half of it."""
     delta_bytes: int = 0
     """Send only elements that changed: so many bytes of each engine rank's GPU, beside the engine's own memory, take
     what changed (four bytes an element) while the engine serves, which pauses to put it in; what changed too much, or
     finds no room, goes whole. The trainer keeps a copy of the adapters as published last (with trainer.mode=full: of
     its part of all weights, in host memory), and its staging slots are a third smaller. 0: every publish sends every
     byte. For links slower than NVLink; where changes cost more GPU time than everything lately, everything is sent.
-    Needs mode=merged and bfloat16 engines.
-    """
+    Needs mode=merged and bfloat16 engines."""
     remote_merge: RemoteMerge = field(
         default=RemoteMerge.none,
         metadata=read_if(If("weight_sync.mode=merged", ": nothing is merged"), If("trainer.mode=lora", ": no adapter")),
@@ -108,15 +100,13 @@ class WeightSyncConfig:
     """Send A and B alone; each engine merges them into the base, which it reads from model.path on its own machine and
     keeps: on the host (page-locked) or on its GPUs. What it then holds is proven by the trainer's hash, as ever: the
     trainer merges and hashes, too. For links slower than NVLink; engines need memory for the base's adapted matrices
-    once more. Needs weights in model.path, bfloat16 or float32, and engines that this run starts.
-    """
+    once more. Needs weights in model.path, bfloat16 or float32, and engines that this run starts."""
     pause_mode: PauseMode | None = None
     """What a publish does with requests in flight. keep (null with mode=merged): they are frozen, prefilled again with
     the new weights, and go on. keep_kv: they go on with KV entries of older weights. wait (null with mode=adapter):
     they finish first, so the longest response must fit into timeout_s. abort: they start anew. mode=adapter does so
     only when requests of older versions read every slot (there are algorithm.max_staleness_steps + 2, and one more with
-    run.eval_beside), waits half of timeout_s, starts a group anew at most twice, and has no keep_kv.
-    """
+    run.eval_beside), waits half of timeout_s, starts a group anew at most twice, and has no keep_kv."""
     verify_hashes: ClassVar[bool] = True
     """Compare a position-dependent 64-bit hash of every parameter at both ends before a version is committed. Benches
     time a publish without it."""
@@ -125,12 +115,10 @@ class WeightSyncConfig:
     relay: Relay = field(default=Relay.none, metadata=read_if(If("rollout.num_workers!=1", cure="start more workers")))
     """none: the trainer writes to every replica. node: it writes to one replica per node, and the node's others read
     the version from that one's memory. Use node if the trainer has few links for many replicas; `slipstream plan`
-    compares both. Needs mode=merged.
-    """
+    compares both. Needs mode=merged."""
     trace_every_steps: int = 0
     """Write a timeline of every publish whose version is a multiple of this to traces/ in the run folder; open it in
-    ui.perfetto.dev. 0: never.
-    """
+    ui.perfetto.dev. 0: never."""
 
     def __post_init__(self) -> None:
         require(

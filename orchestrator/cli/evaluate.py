@@ -97,8 +97,7 @@ def is_model_folder(path: Path) -> bool:
 
 def _data_of(overrides: Sequence[str]) -> list[str]:
     """Options of data that an evaluation does not need and a run does, where they are not given: a held-out file stands
-    in for the training rows.
-    """
+    in for the training rows."""
     given = {name: value for name, _, value in (word.lstrip("+").partition("=") for word in overrides)}
     words = [] if {"data", "experiment"} & set(given) else ["data=files"]
     if given.get("data", "files") != "files" or {"experiment", "data.path", "data.sources"} & set(given):

@@ -61,8 +61,7 @@ def run_to_an_exit_code(
 
 def _is_users(error: SlipstreamError) -> bool:
     """Whether the user can repair it: a wrong option, a wrong line of data, a checkpoint that does not fit the
-    options, a watermark below what the model's publishes need.
-    """
+    options, a watermark below what the model's publishes need."""
     from slipstream.orchestrator.errors import CheckpointError, ObjectStoreError
     from slipstream.rollout.errors import DataError
     from slipstream.weight_sync.errors import WatermarkError

@@ -121,8 +121,7 @@ def _start(
     ended: Callable[[RunFolder], None] = lambda folder: None,
 ) -> int:
     """Check the run against this machine and train, unless --cfg or --dry-run ask for less. `ended` gets the folder of
-    a run that has done what it should.
-    """
+    a run that has done what it should."""
     from slipstream.conf.load import check_model_reads_overrides, resolved_yaml
 
     if flags.cfg == "job":

@@ -89,8 +89,7 @@ class Status:
     """Metric -> its mean over the last NUM_RECENT steps that have it."""
     held_out: dict[str, float]
     """eval/reward, eval/nll or eval/dpo_loss, by its step: "eval/reward at step 40"; of the newest evaluation those of
-    each set, too: "eval/aime/reward at step 40".
-    """
+    each set, too: "eval/aime/reward at step 40"."""
     counts: dict[str, int]
     """Metric -> its sum over the run."""
     replicas_serving: int | None

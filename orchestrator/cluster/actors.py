@@ -173,8 +173,7 @@ class ForkServerActor:
 
 class RolloutActor:
     """Runs inside the actor's process: starts the process of a RolloutWorker, watches it, and ends with it. Calls to
-    the worker do not come here (rollout/worker_verbs.py). Asynchronous, so that ended() may wait beside others.
-    """
+    the worker do not come here (rollout/worker_verbs.py). Asynchronous, so that ended() may wait beside others."""
 
     def __init__(self, name: str, crashes: Path) -> None:
         log_to_stderr(name)
@@ -203,8 +202,7 @@ class RolloutActor:
     @ray.method
     async def ended(self) -> None:
         """Raise how the worker's process has ended, once it has. This process ends a second later: of an actor that
-        ends, Ray only guesses why.
-        """
+        ends, Ray only guesses why."""
         assert self._started is not None, "launch() comes first"
         death = await self._started.ended()
         asyncio.get_running_loop().call_later(TELL_S, os._exit, 1)

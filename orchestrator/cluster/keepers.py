@@ -61,8 +61,7 @@ class Keepers:
 
     async def newest(self, num_ranks: int, most: int, life: int) -> tuple[int, list[Address]]:
         """The newest number, at most this one, that every rank has a state of, and where each finds it; (0, []) without
-        one. Later ones are forgotten, and none is taken of ranks of an earlier life.
-        """
+        one. Later ones are forgotten, and none is taken of ranks of an earlier life."""
         where: dict[int, dict[int, Address]] = {}
         left: list[tuple[str, type[KeeperActor]]] = []
         for node, started in self._by_node.items():

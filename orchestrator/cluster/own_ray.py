@@ -169,8 +169,7 @@ class OwnRay:
 
     def hold(self, is_held: bool) -> None:
         """From now on the cluster outlives this controller for a while (ray_host.LEASE_S), or does so no longer. May be
-        called by a handler of a signal.
-        """
+        called by a handler of a signal."""
         if self._host is not None:
             with contextlib.suppress(OSError):  # it has ended
                 os.write(self._host.descriptor, HOLD if is_held else LET_GO)

@@ -242,8 +242,7 @@ class Cluster:
     @property
     def rooms(self) -> Rooms:
         """Where further workers may be placed; after `start`. A run on one machine keeps them there, because its
-        processes listen on loopback.
-        """
+        processes listen on loopback."""
         assert self._rollout is not None
         return self._rollout.rooms
 

@@ -187,8 +187,7 @@ class RayCluster:
         group: PlacementGroup | None = None,
     ) -> type[ActorT]:  # fmt: skip
         """Start an actor in a bundle of a placement group, the first one if none is named. Its handle has the class's
-        methods, with `.remote`.
-        """
+        methods, with `.remote`."""
         described = ray.remote(cls).options(
             name=name,
             num_cpus=CPU_TICKETS,

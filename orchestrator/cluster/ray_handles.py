@@ -52,8 +52,7 @@ def no_arguments(_: int) -> tuple[()]:
 async def call_all(cluster: RayCluster, ranks: Ranks, what: str, arguments: Arguments, timeout_s: float) -> list[Any]:
     """TrainerActor.call() of every rank. A failure is raised without waiting for its peers, which may hang in a
     collective. But of a rank that died Ray tells later than its peers, whose collective fails at once: the one that
-    died is raised.
-    """
+    died is raised."""
     calls = [
         asyncio.ensure_future(cluster.result_of(actor.call.remote(what, *arguments(rank)), name, TrainingStopped))
         for rank, (actor, name) in enumerate(zip(ranks.actors, ranks.names, strict=True))
@@ -80,8 +79,7 @@ async def _all_of(calls: Sequence[asyncio.Future[T]], cluster: RayCluster) -> li
 
 class RayTrainerGroup:
     """All trainer ranks as one: every method runs on all of them at once, because they meet in collectives. When one
-    has died, a method returns after all were started again.
-    """
+    has died, a method returns after all were started again."""
 
     def __init__(self, cluster: RayCluster, ranks: Ranks, rebirth: Rebirth, *, is_lora: bool) -> None:
         self._cluster = cluster
@@ -134,8 +132,7 @@ class RayTrainerGroup:
 
     async def return_to(self, policy_version: int) -> bool:
         """Bring the ranks of a controller that was killed to the state that was kept last, of this version.
-        Returns whether they have it. Those that died, or that do not answer, are started again with it.
-        """
+        Returns whether they have it. Those that died, or that do not answer, are started again with it."""
         ranks = self._ranks
         try:
             if any(name in self._cluster.dead for name in ranks.names):
@@ -207,8 +204,7 @@ class RayTrainerGroup:
 
     async def begin_checkpoint(self, folder: Path, adapter: Path | None) -> None:
         """Copy trainable parameters, optimizer and generators, and begin to write them, one set of files per rank; with
-        `adapter` the adapter, too, in PEFT format. Steps may follow at once.
-        """
+        `adapter` the adapter, too, in PEFT format. Steps may follow at once."""
         await self._changing("begin_checkpoint", lambda _: (folder, adapter), _SAVE_TIMEOUT_S)
 
     async def has_written(self) -> bool:

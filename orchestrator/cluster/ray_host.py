@@ -214,8 +214,7 @@ def _end_with_stdin(options: HostOptions, controller: _Controller) -> None:
 
 def tell_instead(run: Path, lost: str) -> None:
     """Say why the run ended, where the controller cannot: Ray ends a driver that writes to a raylet which has just died
-    on the spot, with a line in a log of its own, and that may be before the controller has heard of it.
-    """
+    on the spot, with a line in a log of its own, and that may be before the controller has heard of it."""
     from slipstream.orchestrator.control.control_folder import note_end_of
 
     error = f"ClusterLost: {lost}; Ray ended the command with it"

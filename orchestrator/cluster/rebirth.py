@@ -165,8 +165,7 @@ class Rebirth:
     @property
     def unkept_steps(self) -> int | None:
         """Finished steps that would at most be made again if a rank died now; None: its death ends the run. The newest
-        state may still be on its way.
-        """
+        state may still be on its way."""
         if self._why_not or self._num_kept < self._first:
             return None
         noted = [one for one in self._noted if one.what == _STEP and one.after >= self._num_kept - 1]
@@ -187,8 +186,7 @@ class Rebirth:
 
     async def keep_again(self, ranks: Ranks) -> None:
         """If a keeper has died: use the one that Ray starts in its place. It has nothing: until the state of the next
-        step is whole there, the death of a rank ends the run.
-        """
+        step is whole there, the death of a rank ends the run."""
         if self._why_not != _KEEPER_IS_GONE:
             return
         try:

@@ -132,8 +132,7 @@ class RolloutWorkers:
 
     async def end(self, name: str) -> None:
         """End a worker for good, politely first. Its room is given back if it was asked for while the run went on; that
-        of the others is the run's until its end.
-        """
+        of the others is the run's until its end."""
         worker = self.workers.pop(name, None)
         try:
             if worker is not None:

@@ -149,8 +149,7 @@ class PromptReader:
 
 def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> tuple[list[int], bool]:
     """(token ids, whether they are the whole text's). If a text is far longer than the limit, only its beginning is
-    tokenized, because megabytes take minutes.
-    """
+    tokenized, because megabytes take minutes."""
     head = text[: _HEAD_CHARACTERS_PER_TOKEN * (limit + 1)]
     if len(head) < len(text):
         token_ids = encode(head)

@@ -124,8 +124,7 @@ def reader_of(names: Collection[str] | None) -> ReadRow:
 
 def of_rows_alone(decode: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
     """Decodes a line, or returns None if it is no row. Half of a surrogate pair, which a user's text may hold and
-    msgspec refuses, is read as U+FFFD.
-    """
+    msgspec refuses, is read as U+FFFD."""
 
     def read(line: bytes) -> T | None:
         for text in (line, _HALF_A_PAIR.sub(lambda found: found[1] or rb"\ufffd", line)):

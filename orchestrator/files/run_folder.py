@@ -119,8 +119,7 @@ class RunFolder:
 
 def resumed_folder(config: RunSection) -> Path | None:
     """The folder of the run to resume; of one that is named by its URL the one of the same name below run.dir, which
-    may not be there yet. None: the run is a new one.
-    """
+    may not be there yet. None: the run is a new one."""
     if config.resume is None or "://" not in config.resume:
         return None if config.resume is None else Path(config.resume)
     return Path(config.dir) / config.resume.rstrip("/").rpartition("/")[2]
@@ -145,8 +144,7 @@ def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
 
 def follow_latest(config: RunConfig) -> RunConfig:
     """The same options, with the run's own name in every path below <run.dir>/latest, which names another run as soon
-    as one starts, this one or one beside it.
-    """
+    as one starts, this one or one beside it."""
     link = Path(config.run.dir).absolute() / "latest"
 
     def followed(path: str | None) -> str | None:
@@ -251,8 +249,7 @@ def working_folder(folder: RunFolder) -> Path | None:
 
 def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
     """Options that a resumed run changes, one line per option; none for a new run. Call it before `write_description`,
-    which overwrites the options that the run was started with.
-    """
+    which overwrites the options that the run was started with."""
     if not folder.config.is_file():
         return []
     try:
@@ -342,8 +339,7 @@ def _create(config: RunSection, now: datetime) -> RunFolder:
 
 def point_latest(root: Path) -> None:
     """Atomically point <dir>/latest at the run, whose lock is held. A real file or folder of that name stays, and so
-    does a link that cannot be replaced: in a folder of everybody's (as /tmp) another user's.
-    """
+    does a link that cannot be replaced: in a folder of everybody's (as /tmp) another user's."""
     link = root.parent / "latest"
     if link.exists() and not link.is_symlink():
         return

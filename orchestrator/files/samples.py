@@ -38,8 +38,7 @@ class TrainedRollout:
 
 def shown_rollouts(groups: Sequence[Group], most: int) -> list[tuple[int, int]]:
     """(number of its group, number in the group) of the rollouts to show: the first of each group, then the second of
-    each, until there are `most`. Which ones does not depend on what they are worth.
-    """
+    each, until there are `most`. Which ones does not depend on what they are worth."""
     longest = max((len(group.rollouts) for group in groups), default=0)
     every = [(g, r) for r in range(longest) for g, group in enumerate(groups) if r < len(group.rollouts)]
     return every[:most]

@@ -32,8 +32,7 @@ _PORTS = {"http": 80, "https": 443}
 
 def check_reward_loads(config: RunConfig) -> Fact | None:
     """The reward can be set up; tried in a process of its own, as in the run. A judge that cannot be reached now may be
-    there when the run asks it: a warning.
-    """
+    there when the run asks it: a warning."""
     if config.algorithm.objective is not Objective.policy:
         return None
     check_reward(config.reward)

@@ -248,8 +248,7 @@ class Controller(StepLoop):
 
     async def _evaluate_into(self, record: StepRecord, *, is_due: bool) -> None:
         """Take the evaluation that has ended. Where one is due, begin it, once the one before it has ended. Wait for it
-        unless it goes on beside training; of the last step it is always awaited.
-        """
+        unless it goes on beside training; of the last step it is always awaited."""
         evaluations, began, began_at = self._evaluations, time.monotonic(), time.time()
         if evaluations.has_ended or (is_due and evaluations.is_running):
             await self._note(await evaluations.finish(), record)

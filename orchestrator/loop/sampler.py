@@ -164,8 +164,7 @@ class Sampler:
 
     async def _taught(self, group: Group) -> Group:
         """The group with the teacher's log-probabilities. Where it gave none, the reward is None, so that the response
-        is left out. Raises TrainingStopped once it failed on every response of too many groups in a row.
-        """
+        is left out. Raises TrainingStopped once it failed on every response of too many groups in a row."""
         teacher = self._services.teacher
         judged = [i for i, reward in enumerate(group.rewards) if reward is not None]
         if teacher is None or not judged:

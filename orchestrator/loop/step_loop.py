@@ -212,8 +212,7 @@ class StepLoop(ABC):
 
     async def _save_to_judge(self) -> None:
         """Save an evaluated step, or one that is evaluated beside training, for its checkpoint may be the best one
-        (run.keep_best). A run that dies while an evaluation is awaited makes the step and its row again.
-        """
+        (run.keep_best). A run that dies while an evaluation is awaited makes the step and its row again."""
         if self._best is not None and self.step > 0:
             self._best.evaluating(self.step)
             await self.save()

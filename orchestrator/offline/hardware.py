@@ -21,8 +21,7 @@ class Hardware:
     """Trainer rank -> how many times slower its links and its memory are."""
     adapter_decode_loss: float = 0.19
     """Part of its decode speed that an engine loses by serving an adapter of all experts; vLLM 0.25.1 on one H200, r=32
-    on 128 experts, 256 requests: 0.11, 0.19 and 0.27 in three runs (bench/results/adapter_sync-gpu*.json).
-    """
+    on 128 experts, 256 requests: 0.11, 0.19 and 0.27 in three runs (bench/results/adapter_sync-gpu*.json)."""
     changed: float = 0.01
     """Share of the elements that a publish of changes sends: that of LoRA at lr 1e-5 (docs/measurements.md)."""
     layout_cache: Path | None = None

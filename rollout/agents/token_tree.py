@@ -206,8 +206,7 @@ class TokenTree:
 
     def _encode_after(self, turn: _Turn, added: str) -> list[int]:
         """Tokens of a text that follows a turn. Some tokenizers treat the beginning of a text in a special way, so it
-        is encoded behind the token that ended the turn.
-        """
+        is encoded behind the token that ended the turn."""
         if turn.stop_text:
             anchor = self._chat.encode(turn.stop_text)
             whole = self._chat.encode(turn.stop_text + added)

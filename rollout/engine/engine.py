@@ -90,8 +90,7 @@ class Engine(Protocol):
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
         """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence: at
-        least two tokens, and fewer than rollout.max_model_len. Raises: as generate_group().
-        """
+        least two tokens, and fewer than rollout.max_model_len. Raises: as generate_group()."""
         ...
 
     async def abort_all(self) -> None:

@@ -202,8 +202,7 @@ def known_arguments() -> set[str] | None:
 def capture_sizes(num_seqs: int) -> list[int]:
     """Batch sizes for which an engine captures CUDA graphs: a smaller batch is padded to the next of them. Up to that
     many requests, in steps of at most a third, and of 64 from 256 on: about half as many as vLLM's own sizes, and as
-    much less time to capture them.
-    """
+    much less time to capture them."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, num_seqs, 64)]
     return [*(size for size in sizes if size < num_seqs), num_seqs]
 

@@ -83,8 +83,7 @@ def vllm_arguments(arguments: JsonObject) -> AsyncEngineArgs:
 
 def make_llm(arguments: JsonObject) -> AsyncLLM:
     """vLLM's engine, started. Its processes are forked from this one, which has imported vLLM, unless it has used a GPU
-    or METHOD_VARIABLE says otherwise. Raises: see vllm_arguments().
-    """
+    or METHOD_VARIABLE says otherwise. Raises: see vllm_arguments()."""
     given = os.environ.get(METHOD_VARIABLE)
     chosen = vllm_arguments(arguments)
     from vllm.usage.usage_lib import UsageContext

@@ -22,8 +22,7 @@ ANSWER_TIMEOUT_S = 30.0
 
 def import_vllm() -> None:
     """Import what make_llm() and an EngineCore need: 7 s of a CPU's core, 15 s on a host with GPUs. It opens no GPU, so
-    that the process may be forked.
-    """
+    that the process may be forked."""
     with without_torchao():
         import_vllm_as_users_do()
 
@@ -100,8 +99,7 @@ def ask_classes_here(architectures: list[str]) -> None:
 def without_torchao() -> Generator[None]:
     """While the block runs, and in what is forked meanwhile, torchao counts as not installed. vLLM and transformers
     import it if it is, for checkpoints of its own format, which no engine of ours loads; and it opens the GPU when it
-    is imported.
-    """
+    is imported."""
     if "torchao" in sys.modules:
         yield
         return

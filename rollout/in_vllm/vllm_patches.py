@@ -115,8 +115,7 @@ def keep_batch_invariance() -> None:
 @contextlib.contextmanager
 def send_logprobs_together() -> Iterator[None]:
     """While the block runs, and in what is forked in it, an engine sends the log-probabilities of a step together. Its
-    client must `watch_outputs`.
-    """
+    client must `watch_outputs`."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import LogprobsLists
 
@@ -222,8 +221,7 @@ def kernels_of_gpus() -> Iterator[None]:
 def be_on_cpu_without_gpu() -> None:
     """On a host without a GPU, give vLLM's build for GPUs its platform of CPUs, which builds models without the GPUs'
     driver, latent attention among them. Call it before the rest of vLLM is imported. Where vLLM finds a platform,
-    nothing is changed.
-    """
+    nothing is changed."""
     from vllm import platforms
 
     if not platforms.current_platform.is_unspecified():

@@ -59,8 +59,7 @@ def math_reward(*, timeout_s: float) -> Callable[[str, str, JsonObject], tuple[f
 
 def _in_words(found: Sequence[object]) -> str | None:
     """One text for an expression, however it is written; None if there is none. A long one stays as it is written,
-    because SymPy may take minutes for it.
-    """
+    because SymPy may take minutes for it."""
     if not found:
         return None
     written = str(found[-1]) if isinstance(found[-1], str) else ""

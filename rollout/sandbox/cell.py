@@ -111,8 +111,7 @@ def run(order: Order) -> Outcome:
 
 def _watch(order: Order, deadline: float, init: int, told: int, output: int, errors: int) -> Outcome:
     """Collect what the cell writes until init has ended, its time is up, or it wrote too much. (A daemon may hold the
-    output open for longer than the program lives.)
-    """
+    output open for longer than the program lives.)"""
     kept: dict[int, bytearray] = {told: bytearray(), output: bytearray(), errors: bytearray()}
     poller = select.poll()
     for fd in kept:
@@ -165,8 +164,7 @@ def _end(init: int, mason: int) -> None:
 
 def _write_ids(mason: int) -> None:
     """Name the users of the mason's namespace. Root adds a user without any right for the program; the process limit
-    does not hold for root itself.
-    """
+    does not hold for root itself."""
     process, is_root = Path(f"/proc/{mason}"), os.geteuid() == 0
     with _step("name the users of a user namespace"):
         if not is_root:

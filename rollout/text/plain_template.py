@@ -56,8 +56,7 @@ class PlainTemplate:
 
 def read_plain(folder: Path) -> PlainTemplate | None:
     """The template of a tokenizer's folder; None where transformers may find another one, or where the tokenizer's own
-    class may fill a special token that the template writes and the folder does not name.
-    """
+    class may fill a special token that the template writes and the folder does not name."""
     description = folder / "tokenizer_config.json"
     if not description.is_file() or any((folder / name).exists() for name in _OTHER_PLACES):
         return None

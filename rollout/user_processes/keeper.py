@@ -33,8 +33,7 @@ RETRY_S = 0.01
 
 def keep(fd: int, max_log_bytes: int, command: list[str]) -> int:
     """Run the command until it ends or stdin closes, then end all that it left. Returns its exit status, 128 + N after
-    signal N. What it prints goes to stdout, a file, until that has `max_log_bytes` bytes.
-    """
+    signal N. What it prints goes to stdout, a file, until that has `max_log_bytes` bytes."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")

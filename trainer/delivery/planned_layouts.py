@@ -56,8 +56,7 @@ class TrainerMemory:
 
     weights: int
     """Frozen weights in model.dtype (LoRA), or all weights in float32 (full). Packed experts as stored, and the two
-    layers of them that are unpacked at a time.
-    """
+    layers of them that are unpacked at a time."""
     adapters: int
     """A and B in trainer.lora.dtype; 0 in full training."""
     gradients: int

@@ -287,8 +287,7 @@ def _norm_rotate_heads(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A dim's partner is HALF away. Each dim is loaded twice, the second time from the cache, and in words of ALIGNED
-    dims: HALF is a multiple of it.
-    """
+    dims: HALF is a multiple of it."""
     token = tl.program_id(0).to(tl.int64)
     heads = block * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, BLOCK)

@@ -77,8 +77,7 @@ class Decoder(nn.Module):
         """
         Args:
             by: What computes it, where a call does not say otherwise.
-            host: Where layers keep what their backward needs; None: on the device.
-        """
+            host: Where layers keep what their backward needs; None: on the device."""
         super().__init__()
         self.spec, self.by, self.host = build.spec, by, host
         self.dtype = build.compute_dtype

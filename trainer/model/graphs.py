@@ -95,8 +95,7 @@ class DecoderGraphs:
         """
         Args:
             max_tokens: Larger microbatches are not captured (trainer.cuda_graph_tokens).
-            any_of_ranks: Whether it is so on any rank. Collective.
-        """
+            any_of_ranks: Whether it is so on any rank. Collective."""
         self._decoder, self._max_tokens, self._any_of_ranks = decoder, max_tokens, any_of_ranks
         whole = [] if decoder.whole is None else decoder.whole.trainable
         own = [one for one in decoder.parameters() if one.requires_grad and not isinstance(one, DTensor)]

@@ -23,8 +23,7 @@ class ReferencePolicy:
 
     def __init__(self, decoder: Decoder, trained_shards: Sequence[Tensor] | None) -> None:
         """Args: `trained_shards`, local tensors that alias the trained parameters, which are copied; None if the policy
-        before training is the one without adapters.
-        """
+        before training is the one without adapters."""
         self._decoder = decoder
         self._trained = trained_shards
         self._initial = None if trained_shards is None else [shard.detach().clone() for shard in trained_shards]

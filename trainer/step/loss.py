@@ -65,8 +65,7 @@ class CountedTokens:
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """One microbatch's share of the batch's loss (scalar, differentiable), its metric sums and maxima
-    (float64 scalars) and vectors of sums (float64).
-    """
+    (float64 scalars) and vectors of sums (float64)."""
 
     loss: Tensor
     sums: dict[str, Tensor]

@@ -31,8 +31,7 @@ from slipstream.trainer.step.mismatch_bins import (
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """One microbatch's figures: values per token, to be added up or to have their maximum taken, and vectors of sums
-    over its tokens, all float64.
-    """
+    over its tokens, all float64."""
 
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]

@@ -73,8 +73,7 @@ class ShardedAdamW:
         device: torch.device,
     ) -> None:
         """Args: `num_updates` is the length of the schedule. `group` spans all trainer ranks and can reduce tensors of
-        `device`; None means a single rank.
-        """
+        `device`; None means a single rank."""
         self._shards = list(shards)
         self._config = config
         self._length = num_updates

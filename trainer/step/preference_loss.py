@@ -31,8 +31,7 @@ def dpo_loss(
     mask_log_ratio: float = 0.0,
 ) -> PolicyLoss:
     """The loss of the module docstring, summed over the microbatch's pairs and divided by the batch's number of pairs.
-    Sums are float64. Arguments as in policy_loss.
-    """
+    Sums are float64. Arguments as in policy_loss."""
     if tokens.ref_logprobs_N is None:
         raise ValueError("algorithm.objective=dpo needs the reference policy's log-probabilities")
     pair_N = tokens.sequence_index_N // 2

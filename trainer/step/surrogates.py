@@ -35,8 +35,7 @@ from slipstream.trainer.step.corrections import LOG_RATIO_BOUND, per_sequence
 @dataclass(frozen=True, slots=True)
 class LossTokens:
     """The N counted tokens of a microbatch, as a loss sees them. Floats are float32; only logprobs_N and entropy_N have
-    a gradient.
-    """
+    a gradient."""
 
     logprobs_N: Tensor
     """log pi of the sampled token."""

@@ -179,8 +179,7 @@ class BlockScales:
 
     def writer(self, run: RowRun, out_RN: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
         """A function that writes quantized rows into `out`, float8_e4m3fn of run.shape, any strides; callable while
-        scales are computed, as long as parameters and gathered A stay where they are.
-        """
+        scales are computed, as long as parameters and gathered A stay where they are."""
         if out_RN.dtype != torch.float8_e4m3fn:
             raise LayoutError(f"a block-FP8 tensor is asked for as {out_RN.dtype}: the engine does not hold it in FP8")
         stack = self._stacks[id(run.parameter)]

@@ -165,8 +165,7 @@ def first_true(flags: Flags) -> list[int]:
 
 def folded(fold: np.ufunc, rows: NDArray[_Any]) -> NDArray[_Any]:
     """Each row's product, sum, ... over its few dims: column after column, because numpy's own reduction over so short
-    an axis takes five times as long.
-    """
+    an axis takes five times as long."""
     found = rows[:, 0].copy()
     for column in range(1, rows.shape[1]):
         fold(found, rows[:, column], out=found)

@@ -70,8 +70,7 @@ class PublishReport:
 
 def joined(reports: Sequence[PublishReport], rounds: Sequence[Sequence[int]]) -> PublishReport:
     """Join the rounds of one publish, each with the replicas that it wrote to, into one report: seconds and bytes add
-    up, pauses and peaks do not.
-    """
+    up, pauses and peaks do not."""
     replicas = list(reports[-1].replicas)
     for report, written in zip(reports, rounds, strict=True):
         for number in written:

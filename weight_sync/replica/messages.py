@@ -121,8 +121,7 @@ class Committed:
 
 class ReplicaVerbs(Protocol):
     """What a publisher asks. Several may follow one another and share no clock: the one that called describe() last
-    takes the replica at its first begin(), and from then on earlier ones get StaleEpoch until they describe again.
-    """
+    takes the replica at its first begin(), and from then on earlier ones get StaleEpoch until they describe again."""
 
     async def describe(self, publisher: str) -> Described:
         """What must be received, and where. Changes nothing."""

@@ -327,8 +327,7 @@ def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
 def engine_module() -> Any:
     """mooncake.engine, imported late, because it links what may be absent where this file is imported: on GPUs, their
     driver. It reads how much it logs when it is loaded; at INFO that is a line for every connection. And where: unless
-    that is a folder in which it can write, its process ends at once.
-    """
+    that is a folder in which it can write, its process ends at once."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     if (folder := os.environ.get("MC_LOG_DIR")) is not None:
         try:

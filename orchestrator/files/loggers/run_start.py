@@ -8,8 +8,7 @@ from slipstream.conf.json_files import JsonMapping
 @dataclass(frozen=True, slots=True)
 class RunStart:
     """One start of a run, as W&B and MLflow show it: they never take a row back, so each start is a run of theirs, and
-    rows of steps that a resumed run does again do not mix with the earlier ones.
-    """
+    rows of steps that a resumed run does again do not mix with the earlier ones."""
 
     name: str
     """The run's name, and from which step on: run-20260131-120000-from-50."""

@@ -154,8 +154,7 @@ def with_end(answer: str, encoder: Encoder) -> str:
 
 def up_to_its_end(answer: str, encoder: Encoder) -> str:
     """An answer without blanks behind its end, which are no part of it: nobody samples the line break after ChatML's
-    <|im_end|>. Empty if it does not end so.
-    """
+    <|im_end|>. Empty if it does not end so."""
     ends = tuple(filter(None, encoder.ends.values()))
     return next((text for text in (answer, answer.rstrip()) if text.endswith(ends)), "")
 
@@ -176,8 +175,7 @@ def tokenized(
     text: str, spans: Sequence[tuple[int, int]], where: str, encoder: Encoder, add_special_tokens: bool = True
 ) -> Conversation:
     """A conversation of which the characters in `spans`, each (start, stop), are taught: every token that has one of
-    them. The first token of an answer may begin within the prompt: " Paris" after one that ends with a space.
-    """
+    them. The first token of an answer may begin within the prompt: " Paris" after one that ends with a space."""
     check_text(text, where)
     token_ids, places = encoder.encode_with_places(text, add_special_tokens)
     taught = [any(start < last and stop > first for first, last in spans) for start, stop in places]
@@ -190,8 +188,7 @@ def chat_conversations(chat: Chat, where: str, encoder: Encoder, first_taught: i
     """Messages as the chat template writes them: the sequences that teach the assistant's turns from number
     `first_taught` on, each as the template writes it in the last place. A turn goes on in the sequence of the one
     before it, unless the template writes the turns up to there in another way by now (without their thinking): then it
-    begins one of its own.
-    """
+    begins one of its own."""
     found: list[list[tuple[int, Answer]]] = []
     for number, message in enumerate(chat.messages):
         if message["role"] != "assistant" or number < first_taught:
@@ -249,8 +246,7 @@ def says_something(turns: Turns) -> bool:
 
 def _asked_and_answered(row: JsonObject, where: str, config: DataConfig) -> tuple[str | Turns, str | Turns, str]:
     """(prompt, response, the response's column) of a row without messages. TRL calls the response `completion`, and
-    rows for rewards have an answer, which may be a number.
-    """
+    rows for rewards have an answer, which may be a number."""
     name = next((name for name in RESPONSES if name in row), RESPONSES[0])
     keys = ((config.prompt_key, "data.prompt_key"), (name, f"data.columns.{RESPONSES[0]}"))
     for key, option in keys:

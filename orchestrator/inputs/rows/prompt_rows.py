@@ -150,8 +150,7 @@ def _check_tests(tests: object, what: str) -> None:
 def check_data(config: RunConfig) -> Fact:
     """Every row of all sources can be read and is short enough; prompts have the column that the reward reads. With
     data.stream only the first rows of the training sources are read. The first RENDERED_ROWS of each source go through
-    the chat template, as in the run.
-    """
+    the chat template, as in the run."""
     objective = config.algorithm.objective
     subject = {Objective.policy: "prompts", Objective.sft: "conversations", Objective.dpo: "pairs"}[objective]
     try:
@@ -323,8 +322,7 @@ def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder:
 
 def check_vocabulary(config: RunConfig, vocab_size: int, where: str, token_ids: Sequence[int], text: str = "") -> None:
     """The tokenizer's ids are rows of the model's embedding: another one would end the engine with a device error. The
-    character tokenizer has no token for most of Unicode, and a model learns nothing from <unk>.
-    """
+    character tokenizer has no token for most of Unicode, and a model learns nothing from <unk>."""
     if max(token_ids) >= vocab_size:
         raise DataError(
             f"{where}: the tokenizer makes token {max(token_ids)}, and the model has vocab_size={vocab_size}; give the "
@@ -342,8 +340,7 @@ def check_vocabulary(config: RunConfig, vocab_size: int, where: str, token_ids: 
 
 class RowEncoder:
     """Tokenizes plain text as the run will. Chat messages are joined instead of rendered: templates take time with many
-    rows. `exact` renders them, as long as this object lives; the run renders all.
-    """
+    rows. `exact` renders them, as long as this object lives; the run renders all."""
 
     def __init__(self, config: RunConfig) -> None:
         model = config.model

@@ -43,8 +43,7 @@ def end_after(answer: str, following: str, message: JsonMapping, encoder: Encode
 
 def unknown_end(encoder: Encoder) -> str | None:
     """What the template writes after an answer, where it is no end of a response, nor is the next turn's header; "" if
-    it writes nothing. None if answers end as responses do, or the template refuses a question and an answer.
-    """
+    it writes nothing. None if answers end as responses do, or the template refuses a question and an answer."""
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
     try:
         closed = encoder.render(Chat(turns), is_open=False)

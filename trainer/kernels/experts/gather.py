@@ -139,8 +139,7 @@ def _gather_project(
 ):  # fmt: skip
     """Each step's product ends before the next copy of x begins, because its result is used (to no effect: rows past
     the last are zeros). Triton 3.6 and 3.7 give x no buffer to spare, as it is also stored; left to run on, products
-    read parts of the next copy, in up to one row of 40.
-    """
+    read parts of the next copy, in up to one row of 40."""
     tile = tiles_ptr + tl.program_id(0) * 3
     expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first < stop:

@@ -144,8 +144,7 @@ def _route(
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """The choice is made among logits: exp keeps their order but may make neighbouring ones equal. Given experts pass
-    through the same compiled code: in a kernel of their own sums may be added in another order.
-    """
+    through the same compiled code: in a kernel of their own sums may be added in another order."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)

@@ -10,8 +10,7 @@ import triton.language as tl
 @triton.jit
 def _part_of_tile(tiles_ptr, index, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Expert, first row and one past the last row of part `index`, when each tile is cut into PARTS parts of BLOCK_M
-    rows. So kernels with smaller tiles read the same table.
-    """
+    rows. So kernels with smaller tiles read the same table."""
     tile = tiles_ptr + index // PARTS * 3
     first = tl.load(tile + 1) + index % PARTS * BLOCK_M
     return tl.load(tile).to(tl.int64), first, tl.minimum(tl.load(tile + 2), first + BLOCK_M)
