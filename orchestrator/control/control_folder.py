@@ -234,10 +234,13 @@ async def answer_requests(run: Path, supervisor: Supervisor) -> None:
                 done, lines = False, [str(error)]
             except Exception as error:  # a file that anyone may have put there; the run goes on
                 logger.exception("the request %s cannot be carried out", request.name)
-                request.unlink(missing_ok=True)
                 done, lines = False, [f"{type(error).__name__}: {error}"]
             answer = request.with_name(request.name.replace(".request.", ".answer."))
-            write_whole(answer, json.dumps({"done": done, "lines": lines}))
+            try:
+                request.unlink(missing_ok=True)
+                write_whole(answer, json.dumps({"done": done, "lines": lines}))
+            except OSError as error:  # a full disk, or one out of reach: whoever asks next may be heard
+                logger.warning("the request %s cannot be answered: %s", request.name, error)
         await asyncio.sleep(LOOK_EVERY_S)
 
 

@@ -82,7 +82,7 @@ async def end_when_asked(run: Path) -> None:
     """
     request = _request(run)
     try:
-        while not request.exists():
+        while not _is_there(request):
             check_own(RunFolder(run))
             await asyncio.sleep(LOOK_EVERY_S)
         who = json.loads(request.read_text())["who"]
@@ -94,6 +94,14 @@ async def end_when_asked(run: Path) -> None:
         who = "somebody"
     logger.warning("%s asks the run to end (slipstream stop): it finishes its step and saves its state", who)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_there(request: Path) -> bool:
+    """A folder that is out of reach for a moment asks nobody to end."""
+    try:
+        return request.exists()
+    except OSError:
+        return False
 
 
 def _request(run: Path) -> Path:

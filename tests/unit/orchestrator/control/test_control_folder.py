@@ -67,6 +67,15 @@ async def test_a_worker_is_restarted_on_request(run: Path) -> None:
         assert supervisor.roster.replicas["rollout-0"].state is ReplicaState.pending
 
 
+async def test_an_answer_that_cannot_be_written_is_not_the_last_one(run: Path) -> None:
+    """As on a disk that is full for a second."""
+    async with listening(run):
+        (run / "control" / "a.answer.json").mkdir()
+        (run / "control" / "a.request.json").write_text('{"ask": "recover", "worker": null}')
+        (line,) = await asyncio.to_thread(ask, run, recover(None), timeout_s=10)
+        assert "no rollout worker is out of service" in line
+
+
 async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> None:
     async with listening(run) as supervisor:
         (line,) = await asyncio.to_thread(ask, run, recover(None))

@@ -1,5 +1,7 @@
 """Locks: a run asked to end gets SIGTERM, whoever asks waits until its lock is free, and nothing else is hurt."""
 
+import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.control import stop_request
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.control.stop_request import stop
 
@@ -53,6 +56,20 @@ def test_a_run_saves_and_ends_when_asked(folder: Path, capsys: pytest.CaptureFix
     assert {path.name for path in (folder / "control").iterdir()} == {"alive", "end.json"}
     assert main(["stop", str(folder)]) == 0
     assert "had ended already\nstep 7 is saved" in capsys.readouterr().out
+
+
+async def test_a_folder_that_is_out_of_reach_asks_nobody_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system of another machine is that does not answer for a moment."""
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda _, number: sent.append(number))
+    monkeypatch.setattr(stop_request, "LOOK_EVERY_S", 0)
+    listening = asyncio.create_task(stop_request.end_when_asked(Path("x" * 1000)))  # whose stat(2) fails
+    try:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not listening.done() and not sent
+    finally:
+        listening.cancel()
 
 
 def test_of_a_run_that_is_complete_nothing_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
