@@ -18,6 +18,7 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 
+from slipstream.conf.failures import in_daemon_thread
 from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.errors import ObjectStoreError
@@ -28,6 +29,8 @@ PAUSES_S = (1.0, 4.0, 16.0, 64.0)
 """Between one try to send a file and the next, beside what drivers try by themselves."""
 CLOSE_S = 900.0
 """Longest that a run's end waits for its last checkpoint to be sent."""
+CHECK_S = 5.0
+"""Longest that a new checkpoint waits for the store to say whose the run is."""
 _SAY_EVERY_S = 30.0
 
 
@@ -58,9 +61,11 @@ class CheckpointUploads:
         self._thread.start()
 
     def offer(self, checkpoint: Path) -> None:
-        """Send a complete checkpoint as soon as the one before it is there. Raises RunTakenOver."""
-        with suppress(ObjectStoreError):  # the thread says so
-            self.store.check_own()
+        """Send a complete checkpoint as soon as the one before it is there. Raises RunTakenOver, if the store says so
+        at once: one that hangs must not hold up the run.
+        """
+        with suppress(ObjectStoreError, TimeoutError):  # the thread says so
+            in_daemon_thread(self.store.check_own).result(CHECK_S)
         with self._changed:
             self._waiting = checkpoint
             self._changed.notify_all()
@@ -100,10 +105,14 @@ class CheckpointUploads:
             self._step = int(checkpoint.name.removeprefix("step-"))
             self._write("")
             logger.info("checkpoint: %s/%s, after %.1f s", self.store.url, checkpoint.name, time.monotonic() - began_s)
-            self.store.prune(keep=self._keep, spared=self._spared())
         except Exception as error:  # noqa: BLE001 - the thread serves the next checkpoint, whatever became of this one
             logger.warning("%s is on this machine's disk alone: %s; tried again with the next one", checkpoint, error)
             self._write(str(error))
+            return
+        try:
+            self.store.prune(keep=self._keep, spared=self._spared())
+        except Exception as error:  # noqa: BLE001 - the same
+            logger.warning("older checkpoints stay in %s until the next one is there: %s", self.store.url, error)
 
     def _attempt(self, send: Callable[[], None]) -> None:
         for pause_s in PAUSES_S:

@@ -13,7 +13,9 @@ nothing more.
 """
 
 import json
+import logging
 import uuid
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -24,13 +26,21 @@ from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.orchestrator.errors import ObjectStoreError
 from slipstream.orchestrator.files.claim import THIS_PROCESS, check_word
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 _OWNER = "owner"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "startup.jsonl", "checkpoints/best.json")
 """Files of a run's folder that a resume on another machine goes on with."""
-_OPTIONS = {"file": {"auto_mkdir": True}, "s3": {"max_concurrency": 4}}
-"""What drivers are told. S3's holds so many parts of a file in memory at once, of 50 MB, twice."""
+_OPTIONS = {
+    "file": {"auto_mkdir": True},
+    "s3": {"max_concurrency": 4, "config_kwargs": {"read_timeout": 120, "retries": {"max_attempts": 1}}},
+}
+"""What drivers are told. S3's holds so many parts of a file in memory at once, of 50 MB, twice. An answer may take as
+long as what the kernel has still to send does on a slow line, and a server puts large files together: 15 s, the
+driver's own limit, were too few at 0.2 MB/s. It tries five times itself, each time twice.
+"""
 _CURES = {
     "NoCredentialsError": "give credentials as the driver looks for them: for S3 AWS_ACCESS_KEY_ID and "
     "AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or the machine's role",
@@ -58,7 +68,10 @@ class ObjectStore:
         """fsspec's file system, and the folder's path in it."""
         from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
-        return cast("tuple[Any, str]", url_to_fs(self.url, **_OPTIONS.get(self.url.partition("://")[0], {})))
+        fs, root = cast("tuple[Any, str]", url_to_fs(self.url, **_OPTIONS.get(self.url.partition("://")[0], {})))
+        if fs.async_impl:  # what nobody awaits of its tasks when a server goes away; their errors are raised as well
+            fs.loop.set_exception_handler(_note_in_the_log)
+        return fs, root
 
     def check(self) -> None:
         """Write, list, read and remove a small object.
@@ -171,6 +184,10 @@ class ObjectStore:
             kind = type(error).__name__
             cure = f"; {_CURES[kind]}" if kind in _CURES else ""
             raise ObjectStoreError(f"{self.url} {what}: {kind}: {error}{cure}") from error
+
+
+def _note_in_the_log(_: AbstractEventLoop, context: dict[str, Any]) -> None:
+    logger.debug("%s: %r", context.get("message"), context.get("exception"))
 
 
 def _name(step: int) -> str:

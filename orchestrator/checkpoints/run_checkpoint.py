@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import LORA_TARGETS, LoraConfig, Order, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
@@ -193,15 +194,24 @@ class CheckpointStore:
         self._uploads: CheckpointUploads | None = None
 
     def begin_sending(self) -> None:
-        """From here on send each complete checkpoint to the object store, if there is one; and the newest one now."""
+        """From here on send each complete checkpoint to the object store, if there is one; and the newest one now.
+
+        Raises:
+            ConfigError: it holds checkpoints, and this folder none: they are another run's.
+        """
         record = self.folder / "remote.json"
         if self._remote is None:
             record.unlink(missing_ok=True)  # of an earlier part of the run
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        steps, newest = self._remote.steps(), self.newest()
+        if steps and newest is None:
+            raise ConfigError(
+                f"{self._remote.url} holds checkpoints of another run of this name, up to step {steps[-1]}; choose "
+                f"another run.name, or go on with that run: slipstream resume {self._remote.url}"
+            )
         self._remote.claim()
         self._uploads = CheckpointUploads(self._remote, record, keep=self._keep, spared=lambda: set(self.spared))
-        steps, newest = self._remote.steps(), self.newest()
         self._uploads.begin(steps)
         if newest is not None and step_of(newest) not in steps:
             self._uploads.offer(newest)

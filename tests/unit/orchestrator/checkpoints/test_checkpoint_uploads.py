@@ -143,6 +143,52 @@ def test_a_file_is_tried_again_and_then_given_up_for_the_next_checkpoint(
     assert remote.steps() == [2]
 
 
+def test_a_store_that_hangs_does_not_hold_up_a_checkpoint(
+    checkpoints: CheckpointStore, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, check_own = threading.Event(), ObjectStore.check_own
+
+    def hangs(store: ObjectStore) -> None:
+        assert answers.wait(30)
+        check_own(store)
+
+    monkeypatch.setattr(ObjectStore, "check_own", hangs)
+    monkeypatch.setattr(checkpoint_uploads, "CHECK_S", 0.01)
+    checkpoints.begin_sending()
+    write(checkpoints, 1)
+    assert not answers.is_set(), "it was not waited for"
+    answers.set()
+    checkpoints.finish_sending()
+    assert remote.steps() == [1]
+
+
+def test_a_checkpoint_that_is_there_is_said_to_be_there_although_older_ones_cannot_be_removed(
+    checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(store: ObjectStore, *, keep: int, spared: object) -> None:
+        raise ObjectStoreError("nothing may be removed")
+
+    monkeypatch.setattr(ObjectStore, "prune", fails)
+    checkpoints.begin_sending()
+    write(checkpoints, 1)
+    checkpoints.finish_sending()
+    assert record_of(checkpoints)["step"] == 1 and record_of(checkpoints)["problem"] == ""
+    assert "nothing may be removed" in caplog.text and "disk alone" not in caplog.text
+
+
+def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another_one_of_its_name(
+    checkpoints: CheckpointStore, remote: ObjectStore, tmp_path: Path
+) -> None:
+    """Two machines begin a run within one second."""
+    checkpoints.begin_sending()
+    write(checkpoints, 1)
+    checkpoints.finish_sending()
+    other = CheckpointStore(tmp_path / "elsewhere" / "run-1" / "checkpoints", keep=1, options={}, remote=remote)
+    with pytest.raises(ConfigError, match=r"another run of this name, up to step 1; choose another run\.name"):
+        other.begin_sending()
+    remote.check_own()  # it is the first one's still
+
+
 def fill(folder: Path, options: JsonObject, place: bytes, steps: Mapping[int, bool]) -> CheckpointStore:
     """A run's checkpoints that hold a place's name; False: a byte is another one."""
     (folder / "checkpoints").mkdir(parents=True)
