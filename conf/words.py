@@ -1,6 +1,7 @@
 """One word of the command line, NAME=VALUE in Hydra's grammar.
 
-Owns: how a word is read. Does not own: what its name and its value mean (load.py).
+Owns: how a word is read, and how one is written whose value is a path. Does not own: what its name and its value mean
+(load.py).
 Invariant: what Hydra reads is read as by Hydra. Its grammar takes letters beyond ASCII only in quotes, and does not say
 so; here a value that needs them gets them. Names of a mapping may have quotes, as in JSON.
 """
@@ -31,6 +32,14 @@ def read_word(text: str) -> Override:
         if value.isascii() and value == unquoted:
             raise
         return _parsed(f"{name}{equals}{unquoted if value.isascii() else _quoted(unquoted)}")
+
+
+def word_of(name: str, value: str) -> str:
+    """The word that gives `name` this text, in quotes where the grammar has a meaning for one of its signs."""
+    if re.fullmatch(r"[\w./-]+", value):
+        return f"{name}={value}"
+    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value)
+    return f'{name}="{escaped}"'
 
 
 def _parsed(text: str) -> Override:

@@ -16,6 +16,7 @@ import jinja2
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device, Objective, RunConfig
+from slipstream.conf.words import word_of
 from slipstream.orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions, Target, is_label
 
 NODES_TIMEOUT_S = 600
@@ -72,7 +73,7 @@ def launch(config: RunConfig, words: Sequence[str], options: LaunchOptions) -> t
     )
     text = environment.get_template(f"{options.target}.jinja").render(
         options=options, job_name=name, name=f'{shlex.quote(name)}-"$SLURM_JOB_ID"' if is_slurm else shlex.quote(name),
-        words=" \\\n    ".join([shlex.join(own), f"run.dir={shlex.quote(run_dir)}"]) if own else "",
+        words=" \\\n    ".join([shlex.join(own), shlex.quote(word_of("run.dir", run_dir))]) if own else "",
         attached=" cluster.ray_address=auto" if shape.nodes > 1 or options.target is Target.kuberay else "",
         run_dir=shlex.quote(run_dir), programs=shlex.quote(str(options.venv / "bin")), nodes=shape.nodes,
         gpus=shape.gpus, cpus=options.cpus_per_gpu * shape.gpus or shape.processes,

@@ -143,6 +143,19 @@ def test_a_slurm_job_starts_the_run_goes_on_with_it_and_queues_itself_again(tmp_
         assert calls.read_text().splitlines()[-1] == "scontrol requeue 17"
 
 
+@pytest.mark.parametrize(
+    "folder", ["/a b", "/l,r", "/o'x", '/x"y', "/{b}", "/(c)", "/d: e", "/f\\", '/g\\"h', "/\u00fc"]
+)
+def test_the_job_puts_its_runs_where_it_was_told(folder: str) -> None:
+    """Whatever signs the folder has that mean something to bash, or in an option."""
+    config = load_run_config(["experiment=quickstart"])
+    config = replace(config, run=replace(config.run, dir=folder))
+    text, _ = launch(config, ["experiment=quickstart"], LaunchOptions(target=Target.kuberay))
+    script = next(yaml.safe_load_all(text))["data"]["run.sh"].replace("exec slipstream", "printf '%s\\n'")
+    words = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert words[0] == "train" and load_run_config(words[1:]).run.dir == folder
+
+
 EIGHT = load_run_config(["experiment=qwen3_30b_a3b_8gpu"])
 
 
