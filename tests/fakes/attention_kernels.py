@@ -13,6 +13,9 @@ from torch import Tensor
 
 from slipstream.trainer.model.attention.flash_attention import AttentionCall
 
+EVERY = -1
+"""In the place of a window: every query sees every key."""
+
 
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of aten's."""
@@ -27,16 +30,18 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_kernel(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """EngineKernel."""
-    return _by_sequence(q_TND, k_TGD, v_TGV, call.sequences.cu_seqlens, call.scale, call.window, call.sinks_N)
+    starts = call.sequences.cu_seqlens
+    return _by_sequence(q_TND, k_TGD, v_TGV, starts, starts, call.scale, call.window, call.sinks_N)
 
 
-def _logits(q_LND: Tensor, k_LGD: Tensor, scale: float, window: int | None) -> Tensor:
-    """[N, L, L] in float64, -inf where a query does not see a key."""
-    k_LND = k_LGD.repeat_interleave(q_LND.shape[1] // k_LGD.shape[1], 1)
-    length = len(q_LND)
-    distance = torch.arange(length)[:, None] - torch.arange(length)
+def _logits(q_LND: Tensor, k_MGD: Tensor, scale: float, window: int | None) -> Tensor:
+    """[N, L, M] in float64, -inf where a query does not see a key. The last query sees the last key; EVERY: all do."""
+    k_MND = k_MGD.repeat_interleave(q_LND.shape[1] // k_MGD.shape[1], 1)
+    length = len(k_MND)
+    distance = torch.arange(len(q_LND))[:, None] + length - len(q_LND) - torch.arange(length)
     hidden = (distance < 0) | (distance >= (length if window is None else window))
-    return (torch.einsum("lnd,mnd->nlm", q_LND, k_LND).double() * scale).masked_fill(hidden, -torch.inf)
+    logits = torch.einsum("lnd,mnd->nlm", q_LND, k_MND).double() * scale
+    return logits if window == EVERY else logits.masked_fill(hidden, -torch.inf)
 
 
 def _values(
@@ -70,11 +75,16 @@ def _gradients(
 
 
 def _by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    spans = [slice(*span) for span in itertools.pairwise(cu_seqlens.tolist())]
-    parts = [_values(q[one], k[one], v[one], scale, window, sinks) for one in spans]
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, scale: float, window: int | None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    spans = zip(_spans(starts), _spans(key_starts), strict=True)
+    parts = [_values(q[one], k[keys], v[keys], scale, window, sinks) for one, keys in spans]
     return torch.cat([out for out, _ in parts]), torch.cat([sums for _, sums in parts], 1)
+
+
+def _spans(starts: Tensor) -> list[slice]:
+    return [slice(*span) for span in itertools.pairwise(starts.tolist())]
 
 
 def _window(span: dict[str, Any]) -> int | None:
@@ -83,33 +93,45 @@ def _window(span: dict[str, Any]) -> int | None:
     return None if left is None else left + 1
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *where: Any, scale: float, **span: Any) -> tuple[Any, ...]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, *where: Any, scale: float, **span: Any
+) -> tuple[Any, ...]:
     assert v.shape == k.shape, "values are as wide as keys"
     assert where[-2] is (_window(span) is None), "causal, or by a window"
-    return *_by_sequence(q, k, v, starts, scale, _window(span)), None, None, None
+    return *_by_sequence(q, k, v, starts, key_starts, scale, _window(span)), None, None, None
 
 
 def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, starts: Tensor, *_: Any,
-    scale: float, **span: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, starts: Tensor, key_starts: Tensor,
+    *_: Any, scale: float, **span: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     window, parts = _window(span), []
-    for first, stop in itertools.pairwise(starts.tolist()):
-        one = slice(first, stop)
-        parts.append(_gradients(dout[one], q[one], k[one], v[one], out[one], log_sums[:, one], scale, window))
+    for one, keys in zip(_spans(starts), _spans(key_starts), strict=True):
+        parts.append(_gradients(dout[one], q[one], k[keys], v[keys], out[one], log_sums[:, one], scale, window))
     return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float) -> tuple[Any, ...]:
+def _cudnn_window(is_causal: bool, num_queries: int, num_keys: int) -> int | None:
+    assert not is_causal or num_queries == num_keys, "causal attention has its diagonal at the first key"
+    return None if is_causal else EVERY
+
+
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, sums: bool, dropout: float, is_causal: bool, *_: Any, scale: float
+) -> tuple[Any, ...]:
+    assert (bias, sums, dropout) == (None, True, 0.0)
+    window = _cudnn_window(is_causal, q.shape[2], k.shape[2])
     rows = zip(*(x.transpose(1, 2) for x in (q, k, v)), strict=True)
-    parts = [_values(q_LND, k_LGD, v_LGV, scale, None) for q_LND, k_LGD, v_LGV in rows]
+    parts = [_values(q_LND, k_LGD, v_LGV, scale, window) for q_LND, k_LGD, v_LGV in rows]
     outs = torch.stack([out.transpose(0, 1) for out, _ in parts])
     return outs, torch.stack([sums for _, sums in parts])[..., None], *[None] * 7
 
 
 def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *_: Any, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *where: Any, scale: float
 ) -> tuple[Tensor, ...]:
+    assert where[-4:-1] == (q.shape[2], k.shape[2], 0.0)
+    window = _cudnn_window(where[-1], q.shape[2], k.shape[2])
     rows = zip(*(x.transpose(1, 2) for x in (dout, q, k, v, out)), log_sums[..., 0], strict=True)
-    parts = [_gradients(d, q_LND, k_LGD, v_LGV, o, sums, scale, None) for d, q_LND, k_LGD, v_LGV, o, sums in rows]
+    parts = [_gradients(d, q_LND, k_LGD, v_LGV, o, sums, scale, window) for d, q_LND, k_LGD, v_LGV, o, sums in rows]
     return tuple(torch.stack([x.transpose(0, 1) for x in each]) for each in zip(*parts, strict=True))

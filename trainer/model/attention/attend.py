@@ -11,8 +11,9 @@ Owns the choice, which is made once per model and reported:
     padded  scaled_dot_product_attention over a right-padded batch (anything else). Causal attention needs no key mask
             there: a query never looks right, and padding is on the right.
 
-An engine's kernel may compute the values of cudnn, varlen and flex (engine_attention.py). Does not own projections,
-norms or RoPE (grouped_queries.py, latent.py).
+Chunks of longer sequences (context.py) have the same choice; chunk_attention.py lays them out for cuDNN. An engine's
+kernel may compute the values of cudnn, varlen and flex (engine_attention.py). Does not own projections, norms or RoPE
+(grouped_queries.py, latent.py).
 
 Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim, B sequences, L
 longest sequence.
@@ -21,6 +22,7 @@ longest sequence.
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
+from slipstream.trainer.model.attention.chunk_attention import chunk_attention
 from slipstream.trainer.model.attention.engine_attention import EngineAttention, EngineKernel
 from slipstream.trainer.model.attention.flash_attention import AttentionCall, cudnn_attention, varlen_attention
 from slipstream.trainer.model.packed_sequences import LONG, PackedSequences
@@ -66,6 +69,9 @@ def choose_attention_backend(
 CUDNN_WIDTHS = ((64, 64), (128, 128), (192, 128))
 """Widths of keys and values for which cuDNN's kernels were the fastest that were timed (docs/LOG.md)."""
 
+CHUNK_TOLERANCE = 0.02
+"""Relative, of the norm of each result: two kernels that round to 16 bits in other places."""
+
 
 @functools.cache
 def _cudnn_takes(
@@ -83,6 +89,40 @@ def _cudnn_takes(
     if refusal is not None:
         logger.warning("attention: cuDNN refuses heads of %d and %d, so varlen: %s", key_dim, value_dim, refusal)
     return refusal is None
+
+
+@functools.cache
+def _cudnn_takes_chunks(
+    device: torch.device, dtype: torch.dtype, num_heads: int, key_dim: int, num_kv_heads: int, value_dim: int
+) -> bool:
+    """Try one chunk, forward and backward, beside varlen, because what cuDNN does with more keys than queries depends
+    on its version."""
+    num_keys = 2 * LONG + 100
+    queries, keys = (
+        PackedSequences.from_cu_seqlens(torch.tensor([0, count]), count, device) for count in (LONG, num_keys)
+    )
+    call = AttentionCall(replace(queries, keys=keys), key_dim**-0.5)
+    draw = torch.Generator(device).manual_seed(0)  # a run's own random numbers stay what they are
+    shapes = (
+        (LONG, num_heads, key_dim), (num_keys, num_kv_heads, key_dim), (num_keys, num_kv_heads, value_dim),
+        (LONG, num_heads, value_dim),
+    )  # fmt: skip
+    q, k, v, dout = (torch.randn(shape, generator=draw, device=device, dtype=dtype) for shape in shapes)
+
+    def results(kernel: Callable[[Tensor, Tensor, Tensor, AttentionCall], Tensor]) -> list[Tensor]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = kernel(inputs[0], inputs[1], inputs[2], call)
+            return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    found: list[Tensor] = []
+    refusal = refusal_of(lambda: found.extend(results(chunk_attention)))
+    if refusal is None:
+        pairs = zip(found, results(varlen_attention), strict=True)
+        if all((one - other).norm() <= CHUNK_TOLERANCE * other.norm() for one, other in pairs):
+            return True
+    logger.warning("attention: cuDNN does not take chunks of sequences, so varlen: %s", refusal or "other values")
+    return False
 
 
 def refusal_of(attempt: Callable[[], None]) -> RuntimeError | None:
@@ -120,15 +160,17 @@ def attend(
         unused = unused + q_TND.sum(-1, keepdim=True)
         return unused if sinks_N is None else unused + sinks_N.to(unused.dtype)[:, None]
     is_whole = sequences.keys is None
-    is_long = backend is AttentionBackend.cudnn and call.window is None and sequences.is_long and is_whole
+    is_long = backend is AttentionBackend.cudnn and call.window is None and sequences.is_long
     if engine is not None:
-        return EngineAttention.apply(q_TND, k_TGD, v_TGV, sinks_N, engine, call, is_long)
+        return EngineAttention.apply(q_TND, k_TGD, v_TGV, sinks_N, engine, call, is_long and is_whole)
     if backend is AttentionBackend.flex:
         kernel = flex_attention
     elif sinks_N is not None:
         kernel = sink_attention
-    elif is_long:
+    elif is_long and is_whole:
         kernel = cudnn_attention
+    elif is_long and _cudnn_takes_chunks(q_TND.device, q_TND.dtype, *q_TND.shape[1:], *v_TGV.shape[1:]):
+        kernel = chunk_attention
     else:
         is_flash = backend in (AttentionBackend.cudnn, AttentionBackend.varlen)
         kernel = varlen_attention if is_flash else padded_attention

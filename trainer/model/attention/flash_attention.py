@@ -144,8 +144,13 @@ def cudnn_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: Attention
 
 def padded_length(length: int) -> int:
     """The next of eight lengths between two powers of two, from 1024 on; below, a multiple of 128."""
-    step = max(128, (1 << (length - 1).bit_length()) // 16)
+    step = length_step(length)
     return -(-length // step) * step
+
+
+def length_step(length: int) -> int:
+    """What padded lengths near this one are multiples of; so is the longest one that is no longer."""
+    return max(128, (1 << (length - 1).bit_length()) // 16)
 
 
 class _CudnnAttention(torch.autograd.Function):
