@@ -153,16 +153,14 @@ def resources(transports: Sequence[Any]) -> dict[str, int]:
 class FaultyTransport:
     """The real link with one planted fault, on writes to one session's parameter: the first write that meets it.
 
-    flip, skip, offset damage the bytes. die, stop send this process a signal when the first piece has landed. stall
-    stops process `fault_pid`, the replica's, before the first piece.
+    die, stop send this process a signal when the first piece has landed. stall stops process `fault_pid`, the
+    replica's, before the first piece.
     """
 
     def __init__(self, inner: MooncakeTransport) -> None:
         self._inner = inner
         self.fault: tuple[str, str] | None = None
         self.fault_pid = 0
-        self._scratch = torch.zeros(1 << 16, dtype=torch.uint8)
-        inner.register([self._scratch])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -170,32 +168,15 @@ class FaultyTransport:
     def write(
         self, session: str, src: Sequence[int], dst: Sequence[int], sizes: Sequence[int], *, timeout_s: float
     ) -> None:
-        src, dst, sizes = list(src), list(dst), list(sizes)
         if self.fault is not None and self.fault[1] == session:
             kind = self.fault[0]
             self.fault = None
-            if kind == "flip":
-                copy = self._scratch[: sizes[0]]
-                _memmove(copy.data_ptr(), src[0], sizes[0])
-                copy[sizes[0] // 2] ^= 1
-                src[0] = copy.data_ptr()
-            elif kind == "skip":
-                src, dst, sizes = src[1:], dst[1:], sizes[1:]
-            elif kind == "offset":
-                sizes[0] -= 2
-                dst[0] += 2
-            elif kind == "stall":
+            if kind == "stall":
                 stop_process(self.fault_pid)
-            elif kind in ("die", "stop"):
+            else:
                 self._inner.write(session, src[:1], dst[:1], sizes[:1], timeout_s=timeout_s)
                 os.kill(os.getpid(), signal.SIGKILL if kind == "die" else signal.SIGSTOP)
         self._inner.write(session, src, dst, sizes, timeout_s=timeout_s)
-
-
-def _memmove(destination: int, source: int, size: int) -> None:
-    import ctypes
-
-    ctypes.memmove(destination, source, size)
 
 
 def run_trainer_rank(
@@ -335,15 +316,10 @@ class Cluster:
         for rank in self.ranks:
             assert rank.get() is None
 
-    def publish(
-        self,
-        version: int,
-        fault: tuple[str, int] | None = None,
-        exclude: Sequence[int] = (),
-    ) -> PublishReport:
-        """Publish on all ranks; `fault` is planted on rank 0."""
-        for number, rank in enumerate(self.ranks):
-            rank.tell("publish", version, fault if number == 0 else None, exclude)
+    def publish(self, version: int, exclude: Sequence[int] = ()) -> PublishReport:
+        """Publish on all ranks."""
+        for rank in self.ranks:
+            rank.tell("publish", version, None, exclude)
         reports = [rank.get() for rank in self.ranks]
         assert not any(isinstance(report, Exception) for report in reports), reports
         assert all(report == reports[0] for report in reports)

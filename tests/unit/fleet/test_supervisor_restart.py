@@ -141,28 +141,21 @@ async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -
     assert not left.is_set()
 
 
-async def test_a_restart_on_request_takes_any_worker_and_grants_new_attempts() -> None:
-    cast = await serving(max_restarts=1)
-    await cast.fail(0)
-    await cast.serves(0)
-    cast.failures = []
+@pytest.mark.parametrize("max_restarts", [0, 1])
+async def test_a_restart_on_request_takes_any_worker_and_grants_new_attempts(max_restarts: int) -> None:
+    cast = await serving(max_restarts=max_restarts)
+    for _ in range(max_restarts):
+        await cast.fail(0)
+        await cast.serves(0)
     await cast.fail(0)
     assert cast.states[0] is S.out
     assert "was out" in await cast.supervisor.restart_now("rollout-0")
     await cast.serves(0)
     cast.gate.clear()
     assert "was serving" in await cast.supervisor.restart_now("rollout-0")
-    await until(lambda: cast.num_started == 3)
+    await until(lambda: cast.num_started == max_restarts + 2)
     assert "already" in await cast.supervisor.restart_now("rollout-0")
     cast.gate.set()
-    await cast.serves(0)
-
-
-async def test_a_run_that_restarts_nothing_by_itself_gets_a_worker_back_on_request() -> None:
-    cast = await serving(max_restarts=0)
-    await cast.fail(0)
-    assert cast.states[0] is S.out
-    await cast.supervisor.restart_now("rollout-0")
     await cast.serves(0)
 
 

@@ -85,6 +85,15 @@ async def client(server: CallServer) -> AsyncIterator[WorkerClient]:
     client.connection.close()
 
 
+async def asked(worker: Worker, client: WorkerClient) -> asyncio.Task[list[Rollout]]:
+    """A request that the worker has, and does not answer."""
+    worker.may_answer.clear()
+    waits = asyncio.create_task(ask(client))
+    while not worker.asked:
+        await asyncio.sleep(0.01)
+    return waits
+
+
 async def ask(client: WorkerClient, *, n: int = 1, sampling: SamplingConfig | None = None) -> list[Rollout]:
     return await asyncio.wait_for(client.generate_group(PROMPT, n, sampling, None), TIMEOUT_S)
 
@@ -139,12 +148,9 @@ async def test_every_declared_verb_can_be_sent_and_nothing_else(worker: Worker, 
 
 
 async def test_calls_fail_with_what_is_said_of_the_end(worker: Worker, server: CallServer) -> None:
-    worker.may_answer.clear()
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     client = WorkerClient.at(server.address, KEY, ended)
-    waits = asyncio.create_task(ask(client))
-    while not worker.asked:
-        await asyncio.sleep(0.01)
+    waits = await asked(worker, client)
     ended.set_exception(EngineDied("process 7 of the rollout worker was ended by SIGKILL"))
     for call in (waits, ask(client)):
         with pytest.raises(EngineDied, match="process 7 of the rollout worker was ended by SIGKILL"):
@@ -155,11 +161,8 @@ async def test_calls_of_a_broken_connection_fail_with_what_is_said_of_the_end_a_
     worker: Worker, server: CallServer
 ) -> None:
     """Whoever watches the process may learn of its end after its socket is gone."""
-    worker.may_answer.clear()
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waits = asyncio.create_task(ask(WorkerClient.at(server.address, KEY, ended)))
-    while not worker.asked:
-        await asyncio.sleep(0.01)
+    waits = await asked(worker, WorkerClient.at(server.address, KEY, ended))
     server.close()
     await asyncio.sleep(0.2)
     ended.set_exception(EngineDied("process 7 of the rollout worker was ended by SIGKILL"))
@@ -169,12 +172,9 @@ async def test_calls_of_a_broken_connection_fail_with_what_is_said_of_the_end_a_
 
 @pytest.mark.parametrize("told", [None, ValueError("of somebody's own")])
 async def test_calls_fail_also_where_the_end_has_no_word(worker: Worker, server: CallServer, told: Any) -> None:
-    worker.may_answer.clear()
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     client = WorkerClient.at(server.address, KEY, ended)
-    waits = asyncio.create_task(ask(client))
-    while not worker.asked:
-        await asyncio.sleep(0.01)
+    waits = await asked(worker, client)
     ended.set_result(None) if told is None else ended.set_exception(told)
     with pytest.raises(EngineDied, match=f"at {server.address} is gone"):
         await waits
@@ -266,10 +266,7 @@ async def test_requests_overlap_and_one_that_nobody_waits_for_disturbs_no_other(
 async def test_a_closed_server_fails_the_requests_of_its_clients_and_later_ones(
     worker: Worker, server: CallServer, client: WorkerClient
 ) -> None:
-    worker.may_answer.clear()
-    waits = asyncio.create_task(ask(client))
-    while not worker.asked:
-        await asyncio.sleep(0.01)
+    waits = await asked(worker, client)
     server.close()
     with pytest.raises(EngineDied, match="is closed"):
         await waits
@@ -311,10 +308,7 @@ async def test_a_killed_process_fails_its_requests() -> None:
 async def test_what_a_client_asked_is_given_up_when_another_one_comes_in_its_place(
     worker: Worker, server: CallServer, client: WorkerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker.may_answer.clear()
-    waits = asyncio.create_task(ask(client))
-    while not worker.asked:
-        await asyncio.sleep(0.01)
+    waits = await asked(worker, client)
     given_up = list(server._asked)
     another = WorkerClient.at(server.address, KEY)
     worker.may_answer = asyncio.Event()

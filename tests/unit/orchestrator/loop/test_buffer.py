@@ -103,17 +103,6 @@ async def test_tickets_stop_at_the_bound_and_go_on_with_the_commit() -> None:
     assert await done(waiting) == Ticket(2)
 
 
-async def test_late_group_is_waited_for_and_not_overtaken() -> None:
-    buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=1)
-    late, early = await buffer.claim_ticket(), await buffer.claim_ticket()
-    await buffer.deliver(early, group_of(early.number, 0))
-    taking = asyncio.create_task(buffer.take_batch(0))
-    await settle()
-    assert not taking.done()
-    await buffer.deliver(late, group_of(late.number, 0))
-    assert [group.prompt.prompt_id for group in (await done(taking)).groups] == [late.number]
-
-
 async def test_too_old_group_is_dropped_counted_and_its_prompt_sampled_again() -> None:
     buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=1)
     ticket = await buffer.claim_ticket()
@@ -144,13 +133,6 @@ async def test_groups_that_are_too_old_again_and_again_are_counted_each_time() -
             await buffer.deliver(again, group_of(again.number, version))
     batch = await done(taking)
     assert (batch.num_dropped, batch.staleness_steps) == (4, [1, 1])
-
-
-async def test_bound_is_not_enforced_when_nothing_is_published() -> None:
-    buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=0, enforce_bound=False)
-    ticket = await buffer.claim_ticket()
-    await buffer.deliver(ticket, group_of(0, version=0))
-    assert (await buffer.take_batch(9)).staleness_steps == [9]
 
 
 async def test_failure_reaches_the_waiting_train_loop() -> None:
@@ -206,16 +188,6 @@ async def test_group_cannot_be_delivered_twice() -> None:
     await buffer.deliver(ticket, group_of(0, 0))
     with pytest.raises(AssertionError, match="delivered twice"):
         await buffer.deliver(ticket, group_of(0, 0))
-
-
-async def test_nothing_is_sampled_beyond_the_last_batch() -> None:
-    buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=3, num_batches=2)
-    await buffer.claim_ticket()
-    await buffer.claim_ticket()
-    third = asyncio.create_task(buffer.claim_ticket())
-    await settle()
-    assert not third.done()
-    third.cancel()
 
 
 @pytest.mark.parametrize("num_batches", [None, 2])

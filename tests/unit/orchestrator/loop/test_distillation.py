@@ -87,12 +87,6 @@ async def test_a_run_learns_from_the_teacher_and_says_how_far_it_is(tmp_path: Pa
     assert not any("teacher_logprobs" in row for row in rows if row["kind"] == "held-out")
 
 
-async def test_without_a_teacher_its_metrics_are_null(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=1))
-    await loop.run()
-    assert {value for name, value in loop.rows[1].items() if name.startswith("distill/")} == {None}
-
-
 async def test_a_response_that_the_teacher_failed_on_is_left_out(tmp_path: Path) -> None:
     loop = Loop(tmp_path, a_config())
     loop.teacher = FakeTeacher(fails=lambda text: text == "right")

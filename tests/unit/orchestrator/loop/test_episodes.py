@@ -64,14 +64,6 @@ async def test_the_length_of_an_episode_counts_in_what_its_agent_returned(tmp_pa
     assert loop.rows[-1]["reward/mean"] == pytest.approx((1 - 0.5 + 0 - 0.5 + 1) / 3), "the third is judged elsewhere"
 
 
-async def test_without_an_agent_a_row_has_no_figures_of_episodes(tmp_path: Path) -> None:
-    loop = a_loop(tmp_path)
-    loop.episodes = None
-    await loop.run()
-    assert {row["rollout/turns_mean"] for row in loop.rows} == {None}
-    assert {row["rollout/failed_raised"] for row in loop.rows} == {None}
-
-
 async def test_a_resumed_run_goes_on_with_whole_episodes(tmp_path: Path) -> None:
     first = a_loop(tmp_path, num_steps=2)
     await first.run()

@@ -163,27 +163,18 @@ async def test_a_turn_may_sample_what_the_narrowest_limit_leaves(limits, asked: 
     assert table.engine.asked[0][2] == most
 
 
-async def test_sampled_tokens_add_up_to_the_limit_and_no_further() -> None:
+@pytest.mark.parametrize(("says", "most"), [(["abc", "abcd"], [4, 4]), (["abc", "abc", "a"], [4, 4, 1])])
+async def test_sampled_tokens_add_up_to_the_limit_and_no_further(says: list[str], most: list[int]) -> None:
     table = Table(Limits(max_turns=99, max_tokens=7, max_turn_tokens=4, max_model_len=100))
-    table.say("abc", "abcd")
-    await table.episode.complete("x")
-    await table.episode.complete("y")
-    assert [most for _, _, most in table.engine.asked] == [4, 4]
+    table.say(*says)
+    for prompt in "xyz"[: len(says)]:
+        await table.episode.complete(prompt)
+    assert [one for _, _, one in table.engine.asked] == most
     for _ in range(2):
         with pytest.raises(LimitReached, match="sampled its 7 tokens") as error:
             await table.episode.complete("z")
         assert (error.value.kind, table.episode.reached) == (TOKENS, TOKENS)
-    assert len(table.engine.asked) == 2
-
-
-async def test_the_last_token_is_sampled_too() -> None:
-    table = Table(Limits(max_turns=99, max_tokens=7, max_turn_tokens=4, max_model_len=100))
-    table.say("abc", "abc", "a")
-    for prompt in "xyz":
-        await table.episode.complete(prompt)
-    assert [most for _, _, most in table.engine.asked] == [4, 4, 1]
-    with pytest.raises(LimitReached):
-        await table.episode.complete("x")
+    assert len(table.engine.asked) == len(says)
 
 
 async def test_requests_at_the_same_time_share_the_limit_and_give_back_what_they_did_not_use() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from fakes.one_rank_publish import World
+from fakes.publish_world import World
 
 
 @pytest.fixture

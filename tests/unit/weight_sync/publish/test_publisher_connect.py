@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.one_rank_publish import World
 from fakes.publish import committed
+from fakes.publish_world import World
 
 from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError
 from slipstream.weight_sync.plan.plan import build_plan
@@ -78,8 +78,8 @@ def test_connect_refuses_ranks_that_are_not_described_in_their_order(
 
 def test_connect_refuses_what_cannot_be_planned(make_world: Callable[..., World]) -> None:
     world = make_world(1)
-    layout = world.source.layout()
-    world.source.layout = lambda: type(layout)(0, layout.tensors, layout.shards[1:])  # type: ignore[method-assign]
+    layout = world.sources[0].layout()
+    world.sources[0].layout = lambda: type(layout)(0, layout.tensors, layout.shards[1:])  # type: ignore[method-assign]
     for _ in range(2):  # there is no plan for these layouts, though they are those of the last try
         with pytest.raises(PlanError):
             world.connect()

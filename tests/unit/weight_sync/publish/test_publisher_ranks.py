@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from fakes.meeting import ThreadMeeting
-from fakes.memory_transport import Fault, MemoryTransport
-from fakes.publish import EndpointThread, PlainEngine, committed, engine_layout
-from fakes.several_ranks_publish import NUM_RANKS, World
+from fakes.memory_transport import Fault
+from fakes.publish import EndpointThread, committed, engine_layout
+from fakes.publish_world import World
 
 from slipstream.conf.errors import ConfigError
 from slipstream.weight_sync.errors import (
@@ -31,6 +31,7 @@ from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import EXCLUDED
 from slipstream.weight_sync.publish.transaction import Transaction
 
+NUM_RANKS = 2
 NUM_BYTES = sum((40, 10, 70, 80, 80))
 """Of one engine rank."""
 
@@ -41,7 +42,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
     def one(**options: Any) -> World:
-        made.append(World(**options))
+        made.append(World(num_ranks=NUM_RANKS, timeout_s=30.0, **options))
         made[-1].connect()
         return made[-1]
 
@@ -182,11 +183,10 @@ def test_a_replica_started_again_is_met_by_rank_0_and_known_to_all(make) -> None
     world.endpoints[0].close()
     for version in (1, 2):
         failed = world.publish(version)
-        assert committed(failed) == [False, True]
+        assert committed(failed) == [False, True] and "is gone" in (failed.replicas[0].error or "")
     for link in world.links:
-        assert sorted(link.closed) == old, "once"
-    world.engines[0] = PlainEngine([MemoryTransport(world.fabric) for _ in range(2)])
-    world.endpoints[0] = EndpointThread(world.engines[0])
+        assert sorted(link.closed) == sorted(old), "once"
+    world.start(0)
     world.engines[1].calls.clear()
     world.all(lambda publisher: publisher.reconnect(0, world.addresses[0]))
     assert world.engines[1].calls == [], "the other one notices nothing"
@@ -214,7 +214,7 @@ def test_excluded_replicas_are_left_alone_by_every_rank(make) -> None:
     assert report.num_changed_params == 2 * 5, "counted over the replica that committed"
     assert world.engines[0].wrong_params(0) == [] and world.engines[1].wrong_params(1) == []
     for link in world.links:
-        assert sorted(link.closed) == sessions
+        assert sorted(link.closed) == sorted(sessions)
     nobody = world.publish(2, exclude=[0, 1])
     assert committed(nobody) == [False, False] and nobody.num_bytes == 0
     assert committed(world.publish(3)) == [True, True]
@@ -224,8 +224,7 @@ def test_a_further_replica_gets_every_rank_s_part_and_its_bytes_are_packed_once(
     world = make()
     world.publish(0)
     num_reads = [source.num_reads for source in world.sources]
-    world.engines.append(PlainEngine([MemoryTransport(world.fabric) for _ in range(2)]))
-    world.endpoints.append(EndpointThread(world.engines[2]))
+    world.start(2)
     world.all(lambda publisher: publisher.reconnect(2, world.addresses[2]))
     report = world.publish(1)
     assert committed(report) == [True, True, True] and report.num_bytes == 3 * 2 * NUM_BYTES
@@ -263,10 +262,10 @@ def test_a_link_that_cannot_be_closed_is_tried_again(make) -> None:
     link.reset = stuck
     world.all(lambda publisher: publisher.disconnect([0]))
     link.reset = reset
-    assert sorted(tries) == world.sessions(0) and link.closed == []
+    assert sorted(tries) == sorted(world.sessions(0)) and link.closed == []
     for _ in range(2):
         world.all(lambda publisher: publisher.disconnect([0]))
-    assert sorted(link.closed) == world.sessions(0), "and once"
+    assert sorted(link.closed) == sorted(world.sessions(0)), "and once"
 
 
 def test_a_publisher_that_met_somebody_else_in_vain_publishes_to_nobody(make) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from fakes.one_rank_publish import World
 from fakes.publish import committed, engine_layout
+from fakes.publish_world import World
 
 from slipstream.weight_sync.errors import PlanMismatch, ReplicaError
 from slipstream.weight_sync.replica.messages import Bound, addresses_digest
@@ -126,7 +126,7 @@ def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(ma
     for replica in (2, 3):
         world.endpoints[replica].endpoint._state = world.endpoints[replica].endpoint.state.begin(1, 7, "half")
     world.publisher.close()
-    world.new_publisher()
+    world.new_publishers()
     with pytest.raises(ReplicaError, match="gone"):
         world.publisher.connect(addresses[:2], absent=[])
     with pytest.raises(ReplicaError, match="gone"):

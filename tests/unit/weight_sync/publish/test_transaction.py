@@ -191,15 +191,6 @@ def test_a_rank_that_wrote_nothing_took_no_time(make) -> None:
     assert setup.clients.of(COMMIT)[0][1] == {0: 10 - 1 - 0.25, 2: 10 - 4}
 
 
-def test_who_did_not_commit_is_in_the_log_and_who_was_left_out_is_not(make, caplog) -> None:
-    setup = make()
-    setup.begin()
-    setup.clients.answers[COMMIT, 0] = ReplicaError("it broke")
-    setup.finish(RankPublishReport())
-    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
-    assert record.getMessage() == "version 7, epoch 3: tcp://a did not commit: ReplicaError: it broke"
-
-
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_of_any_rank_keeps_a_replica_from_committing(make, failing: int) -> None:
     setup = make()
@@ -210,6 +201,7 @@ def test_an_error_of_any_rank_keeps_a_replica_from_committing(make, failing: int
     assert list(setup.clients.of(COMMIT)[0][0]) == [0]
     reason = f"trainer rank {failing}: TransferFailed: no"
     assert setup.clients.of(ABORT) == [({2: reason}, {2: MIN_COMMIT_S})]
+    assert [kind for kind, _, _ in setup.clients.asked] == [BEGIN, COMMIT, ABORT], "the others first"
     assert setup.errors == [None, EXCLUDED, reason]
 
 
@@ -225,20 +217,15 @@ def test_errors_of_all_ranks_are_in_the_report(make) -> None:
     assert [set(fields) for fields, _ in setup.clients.of(COMMIT)] == [set()]
 
 
-def test_the_others_are_told_to_commit_before_anybody_is_aborted(make) -> None:
-    setup = make()
-    setup.begin()
-    setup.finish(RankPublishReport(errors={2: "no"}))
-    assert [kind for kind, _, _ in setup.clients.asked] == [BEGIN, COMMIT, ABORT]
-
-
-def test_a_replica_whose_commit_failed_is_not_told_again(make) -> None:
+def test_a_replica_whose_commit_failed_is_not_told_again_and_is_in_the_log_as_no_other_is(make, caplog) -> None:
     setup = make()
     setup.begin()
     setup.clients.answers[COMMIT, 0] = ReplicaError("it broke")
     setup.finish(RankPublishReport())
     assert setup.clients.of(ABORT) == []
     assert setup.errors[0] == "ReplicaError: it broke" and setup.errors[2] is None
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert record.getMessage() == "version 7, epoch 3: tcp://a did not commit: ReplicaError: it broke"
     report = setup.transaction.report([RankPublishReport()], watermark_bytes=1, num_changed_params=None)
     assert [replica.committed for replica in report.replicas] == [False, False, True]
     assert report.num_committed == 1
