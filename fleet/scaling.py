@@ -55,9 +55,15 @@ class Scaling:
     """
 
     def __init__(
-        self, roster: Roster, starts: Starts, *, make_room: MakeRoom, end: Callable[[str], Awaitable[None]],
-        look: Callable[[], Awaitable[Room]] | None = None, bounds: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        roster: Roster,
+        starts: Starts,
+        *,
+        make_room: MakeRoom,
+        end: Callable[[str], Awaitable[None]],
+        look: Callable[[], Awaitable[Room]] | None = None,
+        bounds: tuple[int, int] | None = None,
+    ) -> None:
         self._roster = roster
         self._starts = starts
         self._make_room = make_room

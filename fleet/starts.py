@@ -49,10 +49,16 @@ class Starts:
     """
 
     def __init__(
-        self, roster: Roster, restart: Callable[[str], Awaitable[RolloutHandle]] | None, *,
-        when_up: Callable[[Replica], None], failed: Callable[[Replica, str], Awaitable[None]], max_restarts: int,
-        backoff_s: float, timeout_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        roster: Roster,
+        restart: Callable[[str], Awaitable[RolloutHandle]] | None,
+        *,
+        when_up: Callable[[Replica], None],
+        failed: Callable[[Replica, str], Awaitable[None]],
+        max_restarts: int,
+        backoff_s: float,
+        timeout_s: float,
+    ) -> None:
         self.num_restarts = 0
         """Workers started again, over all replicas."""
         self.max_restarts = max_restarts if restart is not None else 0

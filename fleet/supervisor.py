@@ -52,13 +52,20 @@ class Supervisor:
     """
 
     def __init__(
-        self, workers: Sequence[RolloutHandle | None], *,
-        restart: Callable[[str], Awaitable[RolloutHandle]] | None = None, make_room: MakeRoom = _done,
-        end: Callable[[str], Awaitable[None]] = _done, look: Callable[[], Awaitable[Room]] | None = None,
-        bounds: tuple[int, int] | None = None, max_restarts: int = 0, backoff_s: float = 1.0,
-        recovery_timeout_s: float = 60.0, max_missed_publishes: int = 0,
+        self,
+        workers: Sequence[RolloutHandle | None],
+        *,
+        restart: Callable[[str], Awaitable[RolloutHandle]] | None = None,
+        make_room: MakeRoom = _done,
+        end: Callable[[str], Awaitable[None]] = _done,
+        look: Callable[[], Awaitable[Room]] | None = None,
+        bounds: tuple[int, int] | None = None,
+        max_restarts: int = 0,
+        backoff_s: float = 1.0,
+        recovery_timeout_s: float = 60.0,
+        max_missed_publishes: int = 0,
         note: Callable[[FleetRow], None] = lambda row: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.roster = Roster(workers, note)
         self.starts = Starts(
             self.roster,

@@ -86,12 +86,21 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
         # not be brought to one version again.
         outlives = ray.own if config.weight_sync.enabled and config.run.num_steps > 0 else None
         services = LoopServices(
-            trainer=cluster.trainer, supervisor=supervisor, router=router, prompts=prompts, eval_sets=eval_sets,
-            rewards=rewards, activities=activities, episodes=episodes, teacher=teacher, telemetry=telemetry,
-            checkpoints=checkpoints, traces=folder.traces,
+            trainer=cluster.trainer,
+            supervisor=supervisor,
+            router=router,
+            prompts=prompts,
+            eval_sets=eval_sets,
+            rewards=rewards,
+            activities=activities,
+            episodes=episodes,
+            teacher=teacher,
+            telemetry=telemetry,
+            checkpoints=checkpoints,
+            traces=folder.traces,
             before_step=None if outlives is None else partial(_hold, outlives, cluster, folder),
             on_clock=log.context.set,
-        )  # fmt: skip
+        )
         controller = Controller(config, services)
         startup.enter(RUN, f"publish of step {origin.step}" if config.run.resume else "publish and evaluation")
         stack.callback(progress.say, "ending the run's processes")

@@ -75,9 +75,17 @@ class OpenAIClient:
     """
 
     def __init__(
-        self, who: str, base_url: str, *, timeout_option: str, api_key_env: str | None, max_tries: int,
-        try_timeout_s: float, count: Callable[[str], None], seconds_per_request: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        who: str,
+        base_url: str,
+        *,
+        timeout_option: str,
+        api_key_env: str | None,
+        max_tries: int,
+        try_timeout_s: float,
+        count: Callable[[str], None],
+        seconds_per_request: float = 0.0,
+    ) -> None:
         self._who = who
         self._timeout_option = timeout_option
         self._base_url = base_url.rstrip("/")

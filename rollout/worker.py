@@ -187,9 +187,15 @@ class RolloutWorker:
         return self.base.endpoint.address
 
     async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None,
-        so_far: Sequence[Rollout] = (), *, seed: int | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingConfig | None = None,
+        version: int | None = None,
+        so_far: Sequence[Rollout] = (),
+        *,
+        seed: int | None = None,
+    ) -> list[Rollout]:
         """RolloutVerbs.generate_group. `seed` makes it repeatable; None: sampling.seed, or the engine's own numbers."""
         if not self.state.is_serving:
             raise ReplicaNotServing(

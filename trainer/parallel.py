@@ -108,10 +108,16 @@ class ParallelLayout:
             grid = init_device_mesh(device.type, (world_size // cp_size, cp_size), mesh_dim_names=("data", "cp"))
             cp_group = grid["cp"].get_group()
         return cls(
-            world_size, ep_size, rank, device, dense_mesh=dense,
-            expert_mesh=expert_mesh if ep_size < world_size else None, ep_group=ep_group if ep_size > 1 else None,
-            cp_size=cp_size, cp_group=cp_group if cp_size > 1 else None,
-        )  # fmt: skip
+            world_size,
+            ep_size,
+            rank,
+            device,
+            dense_mesh=dense,
+            expert_mesh=expert_mesh if ep_size < world_size else None,
+            ep_group=ep_group if ep_size > 1 else None,
+            cp_size=cp_size,
+            cp_group=cp_group if cp_size > 1 else None,
+        )
 
 
 def take_device(device: str, rank: int) -> torch.device:

@@ -126,10 +126,18 @@ class Sender:
     """
 
     def __init__(
-        self, source: WeightSource, engines: Sequence[str] | None, *, key: bytes, rank: int = 0, world_size: int = 1,
-        group: dist.ProcessGroup | None = None, device: torch.device | str | None = None, host: str = LOOPBACK,
+        self,
+        source: WeightSource,
+        engines: Sequence[str] | None,
+        *,
+        key: bytes,
+        rank: int = 0,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        host: str = LOOPBACK,
         config: WeightSyncConfig | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config = config or WeightSyncConfig()
         kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._meeting = Meeting(rank, world_size, group)

@@ -37,9 +37,15 @@ def common_fields(
 
 
 def grouped_queries(
-    config: JsonObject, head_dim: int, rope: RopeSpec | None = None, *, qkv_bias: bool = False,
-    output_bias: bool = False, qk_norm: bool = False, needs_kv_heads: bool = True,
-) -> GqaSpec:  # fmt: skip
+    config: JsonObject,
+    head_dim: int,
+    rope: RopeSpec | None = None,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: bool = False,
+    needs_kv_heads: bool = True,
+) -> GqaSpec:
     """Attention with fewer keys than queries; `needs_kv_heads` unless transformers' default is that there are as many
     (elsewhere it is a number, which fits one model). `rope`: None: all of a head turns, as the config says."""
     heads = size(config, "num_attention_heads")

@@ -139,9 +139,16 @@ def _evaluated(config: RunConfig, adapter: Path | None, name: str, weights: str 
             )
         trainer = replace(trainer, lora=replace(trainer.lora, init_from=str(adapter.resolve())))
     run = replace(
-        config.run, name=f"eval-{name}", dir=str(Path(config.run.dir) / "evals"), resume=None, checkpoint_dir=None,
-        num_steps=0, keep_best=None, eval_beside=False, samples_per_step=EVERY_SAMPLE,
-    )  # fmt: skip
+        config.run,
+        name=f"eval-{name}",
+        dir=str(Path(config.run.dir) / "evals"),
+        resume=None,
+        checkpoint_dir=None,
+        num_steps=0,
+        keep_best=None,
+        eval_beside=False,
+        samples_per_step=EVERY_SAMPLE,
+    )
     return replace(config, run=run, trainer=trainer), weights or str(adapter)
 
 

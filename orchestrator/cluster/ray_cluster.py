@@ -72,9 +72,15 @@ class RayCluster:
     """
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, own: OwnRay | None, *, needs_gpus: bool,
-        on_lost: Callable[[], object], name: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        own: OwnRay | None,
+        *,
+        needs_gpus: bool,
+        on_lost: Callable[[], object],
+        name: str | None = None,
+    ) -> None:
         self.is_own = own is not None
         self._config = config
         self._folder = folder
@@ -183,9 +189,15 @@ class RayCluster:
         return actor
 
     async def new_actor(
-        self, cls: type[ActorT], name: str, bundle: int, *, num_gpus: float, max_concurrency: int = 1,
+        self,
+        cls: type[ActorT],
+        name: str,
+        bundle: int,
+        *,
+        num_gpus: float,
+        max_concurrency: int = 1,
         group: PlacementGroup | None = None,
-    ) -> type[ActorT]:  # fmt: skip
+    ) -> type[ActorT]:
         """Start an actor in a bundle of a placement group, the first one if none is named. Its handle has the class's
         methods, with `.remote`."""
         described = ray.remote(cls).options(

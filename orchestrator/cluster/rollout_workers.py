@@ -79,13 +79,19 @@ class RolloutWorkers:
         self._forks: dict[str, asyncio.Future[type[ForkServerActor]]] = {}
         """The fork server of each node."""
         self._options = WorkerOptions(
-            folder=model_folder, config=replace(config.rollout, max_num_seqs=config.engine_num_seqs),
-            weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device(run.device),
-            tensors=engine_checkpoint(hf_config, config.model.dtype), key=run.sync_key,
-            adapters=adapter_slots(config, hf_config), own_merge=own_merge(config, hf_config),
-            routing=routing_shape(config, hf_config), keep_special_tokens=config.reward.keep_special_tokens,
+            folder=model_folder,
+            config=replace(config.rollout, max_num_seqs=config.engine_num_seqs),
+            weight_sync=config.weight_sync,
+            dtype=config.model.dtype,
+            device=Device(run.device),
+            tensors=engine_checkpoint(hf_config, config.model.dtype),
+            key=run.sync_key,
+            adapters=adapter_slots(config, hf_config),
+            own_merge=own_merge(config, hf_config),
+            routing=routing_shape(config, hf_config),
+            keep_special_tokens=config.reward.keep_special_tokens,
             batch_invariant=config.is_bitwise,
-        )  # fmt: skip
+        )
 
     async def start(self, num_workers: int, nodes: Iterable[str]) -> None:
         """Start so many, which have their room, and their engines.

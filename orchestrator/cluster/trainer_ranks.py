@@ -40,12 +40,21 @@ async def start_trainer_ranks(
     """
     config, cluster, startup = run.config, run.cluster, run.startup
     options = TrainerOptions(
-        model=config.model, trainer=config.trainer,
+        model=config.model,
+        trainer=config.trainer,
         algorithm=replace(config.algorithm, loss=absolute(config.algorithm.loss)),
-        sampling_temperature=config.rollout.sampling.temperature, weight_sync=config.weight_sync, seed=config.run.seed,
-        num_steps=config.run.num_steps, world_size=len(bundles), rendezvous="", device=run.device,
-        hf_config=run.hf_config, sync_key=run.sync_key, parity=config.parity, engine_ranks=config.rollout.tp_size,
-    )  # fmt: skip
+        sampling_temperature=config.rollout.sampling.temperature,
+        weight_sync=config.weight_sync,
+        seed=config.run.seed,
+        num_steps=config.run.num_steps,
+        world_size=len(bundles),
+        rendezvous="",
+        device=run.device,
+        hf_config=run.hf_config,
+        sync_key=run.sync_key,
+        parity=config.parity,
+        engine_ranks=config.rollout.tp_size,
+    )
 
     start = partial(_start, run, options, bundles)
     ranks = await start(0, ()) if left is None else await _found(cluster, left)

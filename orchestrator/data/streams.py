@@ -181,9 +181,15 @@ class Streamed(Stream[Item]):
     """
 
     def __init__(
-        self, name: str, rows: Callable[[Position], Iterator[Row]], read: Callable[[Row, int], Item | None], *,
-        seed: int, buffer_rows: int, shuffle: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        rows: Callable[[Position], Iterator[Row]],
+        read: Callable[[Row, int], Item | None],
+        *,
+        seed: int,
+        buffer_rows: int,
+        shuffle: bool = True,
+    ) -> None:
         self._name = name
         self._rows = rows
         self._read = read

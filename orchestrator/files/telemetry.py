@@ -49,10 +49,19 @@ class Telemetry:
     """
 
     def __init__(
-        self, folder: RunFolder, *, num_steps: int, first_step: int, progress: ProgressLine,
-        gpus: tuple[float, float] = (1.0, 1.0), loggers: Sequence[Logger] = (), rewards: RewardNames = NO_REWARDS,
-        evals: EvalNames = NO_EVALS, samples_per_step: int = 0, max_sample_bytes_per_step: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        folder: RunFolder,
+        *,
+        num_steps: int,
+        first_step: int,
+        progress: ProgressLine,
+        gpus: tuple[float, float] = (1.0, 1.0),
+        loggers: Sequence[Logger] = (),
+        rewards: RewardNames = NO_REWARDS,
+        evals: EvalNames = NO_EVALS,
+        samples_per_step: int = 0,
+        max_sample_bytes_per_step: int = 0,
+    ) -> None:
         self._folder = folder
         self._rewards = rewards
         self._evals = evals

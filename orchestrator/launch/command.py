@@ -72,14 +72,22 @@ def launch(config: RunConfig, words: Sequence[str], options: LaunchOptions) -> t
         autoescape=False,
     )
     text = environment.get_template(f"{options.target}.jinja").render(
-        options=options, job_name=name, name=f'{shlex.quote(name)}-"$SLURM_JOB_ID"' if is_slurm else shlex.quote(name),
+        options=options,
+        job_name=name,
+        name=f'{shlex.quote(name)}-"$SLURM_JOB_ID"' if is_slurm else shlex.quote(name),
         words=" \\\n    ".join([shlex.join(own), shlex.quote(word_of("run.dir", run_dir))]) if own else "",
         attached=" cluster.ray_address=auto" if shape.nodes > 1 or options.target is Target.kuberay else "",
-        run_dir=shlex.quote(run_dir), programs=shlex.quote(str(options.venv / "bin")), nodes=shape.nodes,
-        gpus=shape.gpus, cpus=options.cpus_per_gpu * shape.gpus or shape.processes,
-        memory_gib=options.memory_gib_per_gpu * max(shape.gpus, 1), image=options.image or DEFAULT_IMAGE,
-        default_gpu=DEFAULT_GPU, nodes_timeout_s=NODES_TIMEOUT_S, grace_s=GRACE_S,
-    )  # fmt: skip
+        run_dir=shlex.quote(run_dir),
+        programs=shlex.quote(str(options.venv / "bin")),
+        nodes=shape.nodes,
+        gpus=shape.gpus,
+        cpus=options.cpus_per_gpu * shape.gpus or shape.processes,
+        memory_gib=options.memory_gib_per_gpu * max(shape.gpus, 1),
+        image=options.image or DEFAULT_IMAGE,
+        default_gpu=DEFAULT_GPU,
+        nodes_timeout_s=NODES_TIMEOUT_S,
+        grace_s=GRACE_S,
+    )
     return text, _what_to_do(name, shape, run_dir, options.target)
 
 

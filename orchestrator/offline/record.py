@@ -73,9 +73,15 @@ class RecordReport:
 
 
 def record(
-    model: Path, *, tp_size: int, enable_expert_parallel: bool, dtype: str, device: str, cache: Path | None = None,
+    model: Path,
+    *,
+    tp_size: int,
+    enable_expert_parallel: bool,
+    dtype: str,
+    device: str,
+    cache: Path | None = None,
     out: Path | None = None,
-) -> RecordReport:  # fmt: skip
+) -> RecordReport:
     """Record, or take from the cache, the layouts of one engine.
 
     Raises:
@@ -109,11 +115,19 @@ def record(
         except OSError as error:
             raise ConfigError(f"--out={out} cannot be written: {error}") from error
     return RecordReport(
-        model=str(model), engine=engine_version(), tp_size=tp_size, expert_parallel=enable_expert_parallel, dtype=dtype,
-        device=device, tensors_from=source, num_tensors=len(tensors),
-        ranks=tuple(_figures(layout) for layout in layouts), digest=layouts_digest(layouts),
-        cache=str(file) if file.is_file() else "", was_cached=was_cached,
-    )  # fmt: skip
+        model=str(model),
+        engine=engine_version(),
+        tp_size=tp_size,
+        expert_parallel=enable_expert_parallel,
+        dtype=dtype,
+        device=device,
+        tensors_from=source,
+        num_tensors=len(tensors),
+        ranks=tuple(_figures(layout) for layout in layouts),
+        digest=layouts_digest(layouts),
+        cache=str(file) if file.is_file() else "",
+        was_cached=was_cached,
+    )
 
 
 def _figures(layout: DestLayout) -> RankFigures:

@@ -43,10 +43,21 @@ class Sampled:
 
 
 def sample_and_record(
-    folder: Path, config: RolloutConfig, prompts: Sequence[Sequence[int]], *, dtype: DType, device: Device, seed: int,
-    max_tokens: int, num_recorded: int, activations: Path, routing: RoutingShape | None = None,
-    batch_invariant: bool = False, say: Say, engine_arguments: JsonMapping = WITH_WEIGHTS,
-) -> list[Sampled]:  # fmt: skip
+    folder: Path,
+    config: RolloutConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    dtype: DType,
+    device: Device,
+    seed: int,
+    max_tokens: int,
+    num_recorded: int,
+    activations: Path,
+    routing: RoutingShape | None = None,
+    batch_invariant: bool = False,
+    say: Say,
+    engine_arguments: JsonMapping = WITH_WEIGHTS,
+) -> list[Sampled]:
     """Sample one response to each prompt at temperature 1, score it again by prefill, and record activations.
 
     Args:

@@ -113,10 +113,19 @@ def measure(config: RunConfig, device: Device, question: Question, engine_log: P
         activations = temporary / "activations.safetensors"
         with output_in(engine_log):
             sampled = sample_and_record(
-                folder, config.rollout, question.prompts, dtype=config.model.dtype, device=device, seed=config.run.seed,
-                max_tokens=question.max_tokens, num_recorded=question.num_recorded, activations=activations,
-                routing=routing_shape(config, hf_config), batch_invariant=config.is_bitwise, say=say,
-            )  # fmt: skip
+                folder,
+                config.rollout,
+                question.prompts,
+                dtype=config.model.dtype,
+                device=device,
+                seed=config.run.seed,
+                max_tokens=question.max_tokens,
+                num_recorded=question.num_recorded,
+                activations=activations,
+                routing=routing_shape(config, hf_config),
+                batch_invariant=config.is_bitwise,
+                say=say,
+            )
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it logs to stdout, where --json goes
         others: dict[str, list[Tensor]] = {}
         if question.with_transformers:

@@ -96,9 +96,15 @@ class AdapterReplica:
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     async def sample(
-        self, token_ids: Sequence[int], n: int, sampling: SamplingConfig, *, seed: int | None,
-        version: int | None = None, so_far: Sequence[Rollout] = (),
-    ) -> list[Rollout]:  # fmt: skip
+        self,
+        token_ids: Sequence[int],
+        n: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int | None,
+        version: int | None = None,
+        so_far: Sequence[Rollout] = (),
+    ) -> list[Rollout]:
         """`n` responses under `version`, if it is kept, or else under the newest committed version.
 
         Args:

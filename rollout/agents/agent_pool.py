@@ -36,10 +36,16 @@ def agent_pool(
 ) -> UserPool:
     """Processes of `package.module:function` or `FILE.py:function`. Its start() gives [the file that defines it]."""
     program = Program(
-        what="agent", option=f"rollout.agent={agent}", module="slipstream.rollout.agents.agent_process",
-        first_message=agent, error=AgentError, environment=environment, log_path=log_path,
-        max_message_bytes=MAX_MESSAGE_BYTES, silence_s=blocked_s,
-    )  # fmt: skip
+        what="agent",
+        option=f"rollout.agent={agent}",
+        module="slipstream.rollout.agents.agent_process",
+        first_message=agent,
+        error=AgentError,
+        environment=environment,
+        log_path=log_path,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        silence_s=blocked_s,
+    )
     return UserPool(program, num_processes)
 
 

@@ -89,9 +89,16 @@ def set_engine_environment(
 
 
 def engine_arguments(
-    folder: Path, config: RolloutConfig, *, dtype: DType, device: Device, seed: int,
-    adapters: AdapterSlotsSpec | None = None, records_routes: bool = False, batch_invariant: bool = False,
-) -> JsonObject:  # fmt: skip
+    folder: Path,
+    config: RolloutConfig,
+    *,
+    dtype: DType,
+    device: Device,
+    seed: int,
+    adapters: AdapterSlotsSpec | None = None,
+    records_routes: bool = False,
+    batch_invariant: bool = False,
+) -> JsonObject:
     """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
     is_cpu = device is not Device.cuda
     arguments: JsonObject = {

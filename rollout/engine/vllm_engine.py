@@ -72,16 +72,30 @@ class VllmEngine:
     """
 
     def __init__(
-        self, folder: Path, config: RolloutConfig, *, dtype: DType, device: Device, seed: int,
-        adapters: AdapterSlotsSpec | None = None, routing: RoutingShape | None = None, batch_invariant: bool = False,
+        self,
+        folder: Path,
+        config: RolloutConfig,
+        *,
+        dtype: DType,
+        device: Device,
+        seed: int,
+        adapters: AdapterSlotsSpec | None = None,
+        routing: RoutingShape | None = None,
+        batch_invariant: bool = False,
         make_llm: Callable[[JsonObject], AsyncLLM] = make_llm,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         self._device = device
         arguments = engine_arguments(
-            folder, config, dtype=dtype, device=device, seed=seed, adapters=adapters,
-            records_routes=routing is not None, batch_invariant=batch_invariant,
-        )  # fmt: skip
+            folder,
+            config,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            adapters=adapters,
+            records_routes=routing is not None,
+            batch_invariant=batch_invariant,
+        )
         self.process = VllmProcess(arguments, device, batch_invariant=batch_invariant, make=make_llm)
         """The engine's, for what is known of vLLM alone."""
         self._routing = routing

@@ -55,9 +55,19 @@ class Delivery:
     """
 
     def __init__(
-        self, decoder: Decoder, control: ControlGroup, config: WeightSyncConfig, quantization: BlockFp8 | None,
-        lora: LoraConfig, *, is_packed: bool, key: bytes, host: str, device: torch.device, merges: Sequence[Merge] = (),
-    ) -> None:  # fmt: skip
+        self,
+        decoder: Decoder,
+        control: ControlGroup,
+        config: WeightSyncConfig,
+        quantization: BlockFp8 | None,
+        lora: LoraConfig,
+        *,
+        is_packed: bool,
+        key: bytes,
+        host: str,
+        device: torch.device,
+        merges: Sequence[Merge] = (),
+    ) -> None:
         self._control = control
         self._rank = control.rank
         self._config = config
@@ -186,7 +196,13 @@ class Delivery:
         config, device = self._config, self._device
         is_kept = config.delta_bytes > 0 and isinstance(source, TrainerWeightSource) and not source.has_adapters
         return Publisher(
-            KeptSource(source, config.watermark_bytes, device) if is_kept else source, transport, rank=self._rank,
-            world_size=self._control.world_size, group=self._control.group, config=config, key=self._key, device=device,
+            KeptSource(source, config.watermark_bytes, device) if is_kept else source,
+            transport,
+            rank=self._rank,
+            world_size=self._control.world_size,
+            group=self._control.group,
+            config=config,
+            key=self._key,
+            device=device,
             base=self._merged_from if source is self.source else None,
-        )  # fmt: skip
+        )

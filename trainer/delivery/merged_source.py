@@ -65,9 +65,15 @@ class TrainerWeightSource:
     """WeightSource over the shards of one rank's decoder. Construction is collective."""
 
     def __init__(
-        self, decoder: Decoder, rank: int, quantization: BlockFp8 | None = None, *, is_merged: bool = True,
-        keeps_last: bool = False, merges: Sequence[Merge] = (),
-    ) -> None:  # fmt: skip
+        self,
+        decoder: Decoder,
+        rank: int,
+        quantization: BlockFp8 | None = None,
+        *,
+        is_merged: bool = True,
+        keeps_last: bool = False,
+        merges: Sequence[Merge] = (),
+    ) -> None:
         """List what this rank holds.
 
         Args:

@@ -60,9 +60,19 @@ class VllmAttention:
         """As EngineKernel. Keys are not split among thread blocks: an engine's prefill does not split them either."""
         sequences, window, sinks_N = call.sequences, call.window, call.sinks_N
         out_TNV, log_sums_NT = self._run(
-            q=q_TND, k=k_TGD, v=v_TGV, cu_seqlens_q=sequences.cu_seqlens, cu_seqlens_k=sequences.cu_seqlens,
-            max_seqlen_q=sequences.max_length, max_seqlen_k=sequences.max_length, softmax_scale=call.scale, causal=True,
-            window_size=None if window is None else [window - 1, 0], num_splits=1, fa_version=3,
-            s_aux=None if sinks_N is None else sinks_N.detach().to(torch.bfloat16), return_softmax_lse=True,
-        )  # fmt: skip
+            q=q_TND,
+            k=k_TGD,
+            v=v_TGV,
+            cu_seqlens_q=sequences.cu_seqlens,
+            cu_seqlens_k=sequences.cu_seqlens,
+            max_seqlen_q=sequences.max_length,
+            max_seqlen_k=sequences.max_length,
+            softmax_scale=call.scale,
+            causal=True,
+            window_size=None if window is None else [window - 1, 0],
+            num_splits=1,
+            fa_version=3,
+            s_aux=None if sinks_N is None else sinks_N.detach().to(torch.bfloat16),
+            return_softmax_lse=True,
+        )
         return out_TNV, log_sums_NT

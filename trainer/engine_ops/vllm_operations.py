@@ -87,10 +87,18 @@ class VllmOperations:
     def attend(self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
         """Causal attention, each sequence alone: [T, N, D]."""
         return self._flash_attention(
-            q=q_TND, k=k_TGD, v=v_TGD, cu_seqlens_q=sequences.cu_seqlens, cu_seqlens_k=sequences.cu_seqlens,
-            max_seqlen_q=sequences.max_length, max_seqlen_k=sequences.max_length, softmax_scale=scale, causal=True,
-            num_splits=1, fa_version=self._flash_version,
-        )  # fmt: skip
+            q=q_TND,
+            k=k_TGD,
+            v=v_TGD,
+            cu_seqlens_q=sequences.cu_seqlens,
+            cu_seqlens_k=sequences.cu_seqlens,
+            max_seqlen_q=sequences.max_length,
+            max_seqlen_k=sequences.max_length,
+            softmax_scale=scale,
+            causal=True,
+            num_splits=1,
+            fa_version=self._flash_version,
+        )
 
     def silu_and_mul(self, gate_up_TI: Tensor) -> Tensor:
         """silu(gate) * up of [T, 2I], gate first."""

@@ -41,10 +41,18 @@ class Codes:
 
 
 def adamw_triton(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Tensor | Codes],
-    squares: Sequence[Tensor | Codes], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-    num_updates: int, seed: int,
-) -> None:  # fmt: skip
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moments: Sequence[Tensor | Codes],
+    squares: Sequence[Tensor | Codes],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    num_updates: int,
+    seed: int,
+) -> None:
     """One update in place.
 
     Args:

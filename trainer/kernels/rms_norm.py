@@ -89,9 +89,15 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float, once: b
 
 
 def norm_rotate(
-    q_TND: Tensor, k_TGD: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None, eps: float, cos: Tensor,
-    sin: Tensor, once: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    once: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Apply the heads' norm, if there is one, then the rotation.
 
     Args:
@@ -132,9 +138,16 @@ class _RmsNorm(torch.autograd.Function):
 class _NormRotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_TND: Tensor, k_TGD: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None, eps: float,
-        cos: Tensor, sin: Tensor, once: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        q_weight_D: Tensor | None,
+        k_weight_D: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        once: bool,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q_TND, k_TGD, q_weight_D, k_weight_D, cos, sin)
         ctx.eps = eps
         return norm_rotate_triton((q_TND, k_TGD), (q_weight_D, k_weight_D), eps, cos, sin, once=once)
@@ -177,9 +190,15 @@ def rms_norm_backward_triton(x: Tensor, weight_K: Tensor, dout: Tensor, dtotal: 
 
 
 def norm_rotate_triton(
-    heads: Sequence[Tensor], weights: Sequence[Tensor | None], eps: float, cos: Tensor, sin: Tensor,
-    douts: Sequence[Tensor] | None = None, *, once: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    heads: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    douts: Sequence[Tensor] | None = None,
+    *,
+    once: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Forward of queries and keys; given the outputs' gradients, their backward."""
     tokens, _, dim = heads[0].shape
     arguments: list[Any] = []

@@ -32,10 +32,16 @@ from slipstream.weight_sync.merging.rounding import key_of
 
 
 def build_decoder(
-    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str, trainer: TrainerConfig,
-    layout: ParallelLayout | None = None, rounding_seed: int | None = None, by: Forward | None = None,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trainer: TrainerConfig,
+    layout: ParallelLayout | None = None,
+    rounding_seed: int | None = None,
+    by: Forward | None = None,
     may_be_whole: bool = False,
-) -> Decoder:  # fmt: skip
+) -> Decoder:
     """Construct on meta, shard, allocate on `device`. Values are undefined until
     `trainer.weights.loading.load_weights`.
 
@@ -60,10 +66,16 @@ def build_decoder(
     if trainer.activations_on_host:
         host = HostPool(device, lambda: sum(size for parameter, size in missing if parameter.grad is None))
     build = Build(
-        spec=spec, compute_dtype=dtype, weight_dtype=torch.float32 if lora is None else dtype, lora=lora,
-        checkpointing=trainer.activation_checkpointing, gate_up_kept=trainer.gate_up_kept,
-        numerics=trainer.numerics.places, layout=layout, unpacked=UnpackBuffers(dtype),
-    )  # fmt: skip
+        spec=spec,
+        compute_dtype=dtype,
+        weight_dtype=torch.float32 if lora is None else dtype,
+        lora=lora,
+        checkpointing=trainer.activation_checkpointing,
+        gate_up_kept=trainer.gate_up_kept,
+        numerics=trainer.numerics.places,
+        layout=layout,
+        unpacked=UnpackBuffers(dtype),
+    )
     with torch.device("meta"):
         decoder = Decoder(build, by or Forward(), host)
     _choose_trainable(decoder, trainer)

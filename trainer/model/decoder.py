@@ -95,9 +95,15 @@ class Decoder(nn.Module):
         """Gathers dense parameters for `in_use`; None: there is one rank, or FSDP2 gathers them layer by layer."""
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor | PackedSequences,
-        routes: RecordedRoutes | None = None, *, by: Forward | None = None, most_tokens: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor | PackedSequences,
+        routes: RecordedRoutes | None = None,
+        *,
+        by: Forward | None = None,
+        most_tokens: int | None = None,
+    ) -> Tensor:
         """Run the decoder over one microbatch, or over this rank's tokens of it (context.py).
 
         Args:
@@ -121,9 +127,15 @@ class Decoder(nn.Module):
         return self.hidden_states(token_ids_T, positions_T, sequences, routes, by=by, host=host)
 
     def hidden_states(
-        self, token_ids_T: Tensor, positions_T: Tensor, sequences: PackedSequences,
-        routes: RecordedRoutes | None = None, *, by: Forward | None = None, host: HostPool | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        sequences: PackedSequences,
+        routes: RecordedRoutes | None = None,
+        *,
+        by: Forward | None = None,
+        host: HostPool | None = None,
+    ) -> Tensor:
         """The same, of sequences that are laid out. Layers keep what backward needs in `host`; None: on the device."""
         by = by or self.by
         if not token_ids_T.shape[0]:

@@ -11,9 +11,15 @@ class DenseMlp(nn.Module):
     """Gate and up of H columns, down of H rows."""
 
     def __init__(
-        self, hidden: int, width: int, *, weight_dtype: torch.dtype, lora: LoraConfig | None, activates_once: bool,
+        self,
+        hidden: int,
+        width: int,
+        *,
+        weight_dtype: torch.dtype,
+        lora: LoraConfig | None,
+        activates_once: bool,
         has_gelu: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden, width, weight_dtype=weight_dtype, lora=lora)
         self.up_proj = Linear(hidden, width, weight_dtype=weight_dtype, lora=lora)

@@ -98,13 +98,20 @@ def _moe_block(build: Build, moe: MoeSpec, number: int) -> MoeBlock:
     shares = layout.expert_shares(moe.num_experts, number)
     own = shares[layout.ep_rank]
     experts = Experts(
-        hidden_size=hidden_size, intermediate_size=moe.intermediate_size, first_expert=own.start,
-        num_local_experts=len(own), compute_dtype=build.compute_dtype, weight_dtype=build.weight_dtype,
-        lora=None if build.lora is None else build.lora.for_experts, device=layout.device,
+        hidden_size=hidden_size,
+        intermediate_size=moe.intermediate_size,
+        first_expert=own.start,
+        num_local_experts=len(own),
+        compute_dtype=build.compute_dtype,
+        weight_dtype=build.weight_dtype,
+        lora=None if build.lora is None else build.lora.for_experts,
+        device=layout.device,
         activation=replace(moe.activation, rounds_each=build.numerics.expert_activation is Rounding.each),
-        has_bias=moe.is_fused, combine_mode=build.numerics.combine, expert_format=moe.expert_format,
+        has_bias=moe.is_fused,
+        combine_mode=build.numerics.combine,
+        expert_format=moe.expert_format,
         unpacked=build.unpacked,
-    )  # fmt: skip
+    )
     eps = build.spec.rms_norm_eps
     router = Router(moe, hidden_size, weight_dtype=build.weight_dtype, numerics=build.numerics, norm_eps=eps)
     return MoeBlock(

@@ -39,9 +39,16 @@ class Head(Protocol):
 
 
 def token_logprobs(
-    hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, *, temperature: float, chunk_tokens: int,
-    head: Head | None = None, differentiate_entropy: bool = False, softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden_TH: Tensor,
+    head_weight_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    head: Head | None = None,
+    differentiate_entropy: bool = False,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ head^T / temperature) at the targets, and the entropy of that distribution.
 
     Args:
@@ -84,9 +91,15 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk_tokens: int,
-        head: Head | None, softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden_TH: Tensor,
+        head_weight_VH: Tensor,
+        targets_T: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        head: Head | None,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
         logprobs_T, entropy_T = torch.empty(2, hidden_TH.shape[0], device=hidden_TH.device).unbind()
         directions_TH = torch.empty_like(hidden_TH)
         for start in range(0, hidden_TH.shape[0], chunk_tokens):
@@ -116,9 +129,16 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk_tokens: int,
-        head: Head | None, softcap: float | None, differentiate_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden_TH: Tensor,
+        head_weight_VH: Tensor,
+        targets_T: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        head: Head | None,
+        softcap: float | None,
+        differentiate_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         """Compute the logits of one chunk at a time."""
         num_rows = hidden_TH.shape[0]
         logprobs_T = torch.empty(num_rows, dtype=torch.float32, device=hidden_TH.device)

@@ -17,9 +17,15 @@ class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim; with `adds_one`, * (1 + weight), which is rounded once in any case."""
 
     def __init__(
-        self, size: int, *, eps: float, weight_dtype: torch.dtype, rounding: Rounding, adds_one: bool = False,
+        self,
+        size: int,
+        *,
+        eps: float,
+        weight_dtype: torch.dtype,
+        rounding: Rounding,
+        adds_one: bool = False,
         sums_alone: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.fuses_sum = rounding is Rounding.once and not sums_alone
         """Whether it reads a sum before the sum is rounded."""

@@ -23,10 +23,17 @@ class MoeBlock(nn.Module):
     (or shared_expert.*) and shared_expert_gate.*."""
 
     def __init__(
-        self, gate: Router, experts: Experts, *, num_experts: int, ep_group: dist.ProcessGroup | None,
-        shares: Sequence[int] | None = None, shared: nn.Module | None = None, shared_gate: nn.Module | None = None,
+        self,
+        gate: Router,
+        experts: Experts,
+        *,
+        num_experts: int,
+        ep_group: dist.ProcessGroup | None,
+        shares: Sequence[int] | None = None,
+        shared: nn.Module | None = None,
+        shared_gate: nn.Module | None = None,
         shared_name: str = "shared_experts",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args: `shared` is what every token passes, named `shared_name`, and `shared_gate` its gate; None: none."""
         super().__init__()
         self.gate = gate
@@ -50,10 +57,16 @@ class MoeBlock(nn.Module):
         return [self.get_submodule(name) for name in self._shared_names]
 
     def run_experts(
-        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor,
-        keep_gate_up: Callable[[Tensor], object] | None = None, *, most_tokens: int | None = None, adapted: bool = True,
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        keep_gate_up: Callable[[Tensor], object] | None = None,
+        *,
+        most_tokens: int | None = None,
+        adapted: bool = True,
         merged: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run the routed experts, which keep little for backward if a recomputed part gave x_TH: the product of gate
         and up only with `keep_gate_up`, which is called with it. The other arguments are those of Experts.
 

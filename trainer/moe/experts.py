@@ -30,12 +30,22 @@ class Experts(Adapted):
     """The routed experts of a layer that this rank holds. One FSDP2 unit if experts are sharded."""
 
     def __init__(
-        self, *, hidden_size: int, intermediate_size: int, first_expert: int, num_local_experts: int,
-        compute_dtype: torch.dtype, weight_dtype: torch.dtype, lora: LoraConfig | None, device: torch.device,
-        activation: ExpertActivation = SWIGLU, has_bias: bool = False,
-        combine_mode: CombineMode = CombineMode.fp32_once, expert_format: ExpertFormat = ExpertFormat.plain,
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        first_expert: int,
+        num_local_experts: int,
+        compute_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        lora: LoraConfig | None,
+        device: torch.device,
+        activation: ExpertActivation = SWIGLU,
+        has_bias: bool = False,
+        combine_mode: CombineMode = CombineMode.fp32_once,
+        expert_format: ExpertFormat = ExpertFormat.plain,
         unpacked: UnpackBuffers | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args as in the module's docstring; `unpacked`, shared by all layers, is needed only for packed experts."""
         super().__init__()
         self.lora = lora
@@ -71,10 +81,17 @@ class Experts(Adapted):
             self.down_lora_B = stacked(hidden, lora.rank, dtype=dtype)
 
     def forward(
-        self, x_TH: Tensor, weights_TK: Tensor, plan: Dispatch | Gathered, x_again: Callable[[], Tensor] | None = None,
-        keep_gate_up: Callable[[Tensor], object] | None = None, *, adapted: bool = True,
-        merged: tuple[Tensor, Tensor] | None = None, receive_x: Callable[[], tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        plan: Dispatch | Gathered,
+        x_again: Callable[[], Tensor] | None = None,
+        keep_gate_up: Callable[[Tensor], object] | None = None,
+        *,
+        adapted: bool = True,
+        merged: tuple[Tensor, Tensor] | None = None,
+        receive_x: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         """[T, H] tokens, their routing weights and their way to the experts -> [T, H].
 
         A rank without rows still joins every exchange and gives every parameter a gradient.

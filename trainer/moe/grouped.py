@@ -71,9 +71,16 @@ def backend_of_product(
 
 
 def grouped_product(
-    x_SK: Tensor, matrices_EKN: Tensor, groups: RowGroups, backend: GroupedBackend, *, low_SR: Tensor | None = None,
-    p_ENR: Tensor | None = None, bias_EN: Tensor | None = None, weights_S: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x_SK: Tensor,
+    matrices_EKN: Tensor,
+    groups: RowGroups,
+    backend: GroupedBackend,
+    *,
+    low_SR: Tensor | None = None,
+    p_ENR: Tensor | None = None,
+    bias_EN: Tensor | None = None,
+    weights_S: Tensor | None = None,
+) -> Tensor:
     """(x[rows of e] @ matrices[e] + low[rows of e] @ P[e]^T + bias[e]) * weights[rows of e] for every expert.
 
     Args:

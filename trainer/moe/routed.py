@@ -110,12 +110,23 @@ def routed_experts(
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, weights_TK: Tensor, gate_up: Tensor | None, down: Tensor | None,
-        gate_up_bias: Tensor | None, down_bias: Tensor | None, a_gate_up: Tensor | None, b_gate_up: Tensor | None,
-        a_down: Tensor | None, b_down: Tensor | None, plan: Dispatch | Gathered, call: ExpertCall,
-        x_again: Callable[[], Tensor] | None, keep_gate_up: Callable[[Tensor], object] | None,
+        ctx: Any,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        gate_up: Tensor | None,
+        down: Tensor | None,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        a_gate_up: Tensor | None,
+        b_gate_up: Tensor | None,
+        a_down: Tensor | None,
+        b_down: Tensor | None,
+        plan: Dispatch | Gathered,
+        call: ExpertCall,
+        x_again: Callable[[], Tensor] | None,
+        keep_gate_up: Callable[[Tensor], object] | None,
         receive_x: Callable[[], tuple[Tensor, Tensor]] | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         groups = plan.groups
         stored = (a_gate_up, b_gate_up, a_down, b_down)
         a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, x_TH.dtype, groups) for x in stored)

@@ -159,10 +159,17 @@ class ReducedMoments:
         states = [self._adamw.state[parameter] for parameter in self._parameters]
         moments, squares = ([_coded(state[key]) for state in states] for key in MOMENTS)
         adamw_triton(
-            self._parameters, gradients, moments, squares, lr=lr, betas=(self._config.betas[0], self._config.betas[1]),
-            eps=self._config.eps, weight_decay=self._config.weight_decay, num_updates=self._num_updates,
+            self._parameters,
+            gradients,
+            moments,
+            squares,
+            lr=lr,
+            betas=(self._config.betas[0], self._config.betas[1]),
+            eps=self._config.eps,
+            weight_decay=self._config.weight_decay,
+            num_updates=self._num_updates,
             seed=int(torch.randint(2**31 - len(gradients), ())),
-        )  # fmt: skip
+        )
 
     def tensors(self) -> list[dict[str, Tensor]]:
         """See UpdateRule. An 8-bit moment is two tensors, its codes and its scales."""
@@ -218,10 +225,21 @@ class HostMoments:
         moments = {key: held[key].to(parameter.device, non_blocking=True) for key in MOMENTS}
         step = torch.tensor(float(self._num_updates - 1), device=parameter.device)
         adamw(
-            [parameter], [gradient], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [step], fused=True,
-            amsgrad=False, beta1=self._config.betas[0], beta2=self._config.betas[1], lr=lr,
-            weight_decay=self._config.weight_decay, eps=self._config.eps, maximize=False,
-        )  # fmt: skip
+            [parameter],
+            [gradient],
+            [moments["exp_avg"]],
+            [moments["exp_avg_sq"]],
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=self._config.betas[0],
+            beta2=self._config.betas[1],
+            lr=lr,
+            weight_decay=self._config.weight_decay,
+            eps=self._config.eps,
+            maximize=False,
+        )
         for key in MOMENTS:
             if held[key] is not moments[key]:
                 held[key].copy_(moments[key], non_blocking=True)

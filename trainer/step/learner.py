@@ -24,9 +24,15 @@ logger = logging.getLogger(__name__)
 
 class Learner:
     def __init__(
-        self, decoder: Decoder, config: OptimConfig, num_steps: int, updates_per_step: int, *, rank: int,
+        self,
+        decoder: Decoder,
+        config: OptimConfig,
+        num_steps: int,
+        updates_per_step: int,
+        *,
+        rank: int,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.policy_version = 0
         self._rank, self._device = rank, device
         self._local_loss = 0.0

@@ -31,10 +31,23 @@ assert BLOCK % TILE_COLUMNS == 0, "a tile's columns must lie in one block"
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "num_scale_rows"])
 def _largest_of_blocks(
-    matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, row_block_ptr,
-    row_block_band_stride, scales_ptr, scales_stride, num_scale_rows, FP8_BLOCK: tl.constexpr, RANK: tl.constexpr,
+    matrices,
+    num_rows,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    row_block_ptr,
+    row_block_band_stride,
+    scales_ptr,
+    scales_stride,
+    num_scale_rows,
+    FP8_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-):  # fmt: skip
+):
     """scales[row_block[row], column // FP8_BLOCK] = max(itself, |merged|) over a tile. Scales are 0 before."""
     merged, _, band, at, is_row, _, _ = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
         matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
@@ -51,11 +64,31 @@ def _largest_of_blocks(
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
 def _cast_to_blocks(
-    matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, row_block_ptr,
-    row_block_band_stride, scales_ptr, scales_stride, out_ptr, out_band_stride, out_stride, out_column_stride, key,
-    stack_row, first_column, DITHERED: tl.constexpr, LARGEST: tl.constexpr, FP8_BLOCK: tl.constexpr, RANK: tl.constexpr,
+    matrices,
+    num_rows,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    row_block_ptr,
+    row_block_band_stride,
+    scales_ptr,
+    scales_stride,
+    out_ptr,
+    out_band_stride,
+    out_stride,
+    out_column_stride,
+    key,
+    stack_row,
+    first_column,
+    DITHERED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FP8_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-):  # fmt: skip
+):
     """out = merged / its block's scale, in the format of `out`. The first column is the weight's `first_column`. If
     DITHERED, what the adapter adds to the base's own code is rounded by the thresholds of `key`."""
     merged, base, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]

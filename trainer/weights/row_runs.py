@@ -212,10 +212,17 @@ class RowRun:
             return MergeOperands(base, b, a, 0.0, 0, self.rows.height, self.rows.pitch, self.columns.start)
         skipped, first_row = divmod(self.delta.first_row + self.rows.start, self.delta.rows_a_factor)
         return MergeOperands(
-            base, self.rows.of(local_rows(self.delta.b_parameter, kept)), self.delta.a(gathered_a, kept)[skipped:],
-            self.delta.scale, first_row, self.delta.rows_a_factor, self.rows.pitch, self.columns.start,
-            self.delta.rounding_key, self.delta.stack_row + skipped * self.delta.rows_a_factor,
-        )  # fmt: skip
+            base,
+            self.rows.of(local_rows(self.delta.b_parameter, kept)),
+            self.delta.a(gathered_a, kept)[skipped:],
+            self.delta.scale,
+            first_row,
+            self.delta.rows_a_factor,
+            self.rows.pitch,
+            self.columns.start,
+            self.delta.rounding_key,
+            self.delta.stack_row + skipped * self.delta.rows_a_factor,
+        )
 
     def _base(self) -> Tensor:
         base = self.rows.of(local_rows(self.parameter))

@@ -57,9 +57,17 @@ class Matrices(NamedTuple):
 
 @triton.jit
 def merged_tile(
-    matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK: tl.constexpr,
+    matrices,
+    num_rows,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-):  # fmt: skip
+):
     """The program's tile, whose rows lie in one band, under one factor A. Pointers are at row `skipped_rows` of the
     first band.
 
@@ -109,10 +117,25 @@ def tile_thresholds(key, stack_row, first_row, pitch, skipped_rows, first_column
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
 def _merge(
-    matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, out_ptr, out_band_stride,
-    out_stride, out_column_stride, key, stack_row, first_column, DITHERED: tl.constexpr, RANK: tl.constexpr,
+    matrices,
+    num_rows,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    out_ptr,
+    out_band_stride,
+    out_stride,
+    out_column_stride,
+    key,
+    stack_row,
+    first_column,
+    DITHERED: tl.constexpr,
+    RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-):  # fmt: skip
+):
     """out = merged, in the format of `out`; if DITHERED, bfloat16, by the thresholds of `key`."""
     merged, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
         matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
@@ -129,10 +152,28 @@ def _merge(
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
 def _merge_and_mark(
-    matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, last_b_ptr, last_a_ptr,
-    out_ptr, marks_ptr, out_band_stride, out_stride, out_column_stride, key, stack_row, first_column,
-    DITHERED: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
-):  # fmt: skip
+    matrices,
+    num_rows,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    last_b_ptr,
+    last_a_ptr,
+    out_ptr,
+    marks_ptr,
+    out_band_stride,
+    out_stride,
+    out_column_stride,
+    key,
+    stack_row,
+    first_column,
+    DITHERED: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+):
     """As _merge, in bfloat16; a mark is 1 where the factors of the last time give other bits. The base comes from
     memory once: the second tile finds it in the cache."""
     last_matrices = Matrices(

@@ -74,9 +74,15 @@ class Pipeline:
     """
 
     def __init__(
-        self, source: WeightSource, transport: Transport, *, device: torch.device | str, watermark_bytes: int,
-        verify_hashes: bool, has_changes: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        source: WeightSource,
+        transport: Transport,
+        *,
+        device: torch.device | str,
+        watermark_bytes: int,
+        verify_hashes: bool,
+        has_changes: bool = False,
+    ) -> None:
         self._source = source
         self._marking = source if has_changes and isinstance(source, MarkingSource) else None
         self._marked: list[CompiledMarks] = []

@@ -138,10 +138,19 @@ class Slots:
     """
 
     def __init__(
-        self, compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]], *, slot_bytes: int, places: Places,
-        transport: Transport, device: torch.device, watermark_bytes: int, verify_hashes: bool,
-        quarantined: dict[int, list[str]], marked: Sequence[CompiledMarks] = (), takes_changes: Flags | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]],
+        *,
+        slot_bytes: int,
+        places: Places,
+        transport: Transport,
+        device: torch.device,
+        watermark_bytes: int,
+        verify_hashes: bool,
+        quarantined: dict[int, list[str]],
+        marked: Sequence[CompiledMarks] = (),
+        takes_changes: Flags | None = None,
+    ) -> None:
         self.quarantined = quarantined
         self._device = device
         self._transport = transport

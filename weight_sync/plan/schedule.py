@@ -167,10 +167,19 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
         window = slice(edges[index], edges[index + 1])
         own = need[window]
         schedule[rank] = TaskTable(
-            rank, needs.params, replica_sets, replicas[window], chunks.group[own], dest_rank[own], needs.param[own],
-            needs.offset_bytes[own], needs.num_bytes[own], needs.dtype[own], chunks.num_pieces[own],
+            rank,
+            needs.params,
+            replica_sets,
+            replicas[window],
+            chunks.group[own],
+            dest_rank[own],
+            needs.param[own],
+            needs.offset_bytes[own],
+            needs.num_bytes[own],
+            needs.dtype[own],
+            chunks.num_pieces[own],
             pieces.take(slice(piece_edges[index], piece_edges[index + 1])),
-        )  # fmt: skip
+        )
     return schedule
 
 

@@ -92,10 +92,16 @@ class TransferPlan:
             for where, (size, _) in table.flows().items():
                 received[where] += size
         return PlanSummary(
-            digest=self.digest, num_tasks=num_tasks, num_bytes=sum(sent.values()), largest_task_bytes=largest,
-            group_bytes=group_bytes, sent_bytes=sent, received_bytes=received,
-            send_balance=_max_over_mean(sent.values()), receive_balance=_max_over_mean(received.values()),
-        )  # fmt: skip
+            digest=self.digest,
+            num_tasks=num_tasks,
+            num_bytes=sum(sent.values()),
+            largest_task_bytes=largest,
+            group_bytes=group_bytes,
+            sent_bytes=sent,
+            received_bytes=received,
+            send_balance=_max_over_mean(sent.values()),
+            receive_balance=_max_over_mean(received.values()),
+        )
 
     def to_wire(self, rank: int) -> dict[str, object]:
         """One source rank's part, as plain data for msgpack; `rank_plan_from_wire` is the inverse."""

@@ -113,10 +113,17 @@ class Prediction:
 
 
 def predict(
-    plan: TransferPlan, placement: Placement, rates: LinkRates, staging: Staging, *,
-    slow_ranks: Mapping[int, float] | None = None, verify_hashes: bool = True, sent_share: float = 1.0,
-    mark_passes: float = 0.0, apply_passes: float = 0.0,
-) -> Prediction:  # fmt: skip
+    plan: TransferPlan,
+    placement: Placement,
+    rates: LinkRates,
+    staging: Staging,
+    *,
+    slow_ranks: Mapping[int, float] | None = None,
+    verify_hashes: bool = True,
+    sent_share: float = 1.0,
+    mark_passes: float = 0.0,
+    apply_passes: float = 0.0,
+) -> Prediction:
     """Predict one publish of a plan.
 
     Args:
@@ -172,14 +179,21 @@ def predict(
     )
     counted_s, verify_s = messages_s(plan, rates), max((one.verify_s for one in receivers), default=0.0)
     return Prediction(
-        total_s=write_end_s + rates.barrier_s + counted_s + verify_s + rates.commit_s, begin_s=rates.begin_s,
-        write_start_s=write_start_s, write_end_s=write_end_s,
+        total_s=write_end_s + rates.barrier_s + counted_s + verify_s + rates.commit_s,
+        begin_s=rates.begin_s,
+        write_start_s=write_start_s,
+        write_end_s=write_end_s,
         prepare_s=max((one.prepare_s for one in senders), default=0.0),
         write_s=max([0.0, last_received_s - write_start_s, *(one.write_s for one in senders)]),
-        barrier_s=rates.barrier_s, messages_s=counted_s, verify_s=verify_s, commit_s=rates.commit_s,
-        sender_floor_s=max(out_s.values(), default=0.0), receiver_floor_s=max(in_s.values(), default=0.0),
-        senders=tuple(senders), receivers=receivers,
-    )  # fmt: skip
+        barrier_s=rates.barrier_s,
+        messages_s=counted_s,
+        verify_s=verify_s,
+        commit_s=rates.commit_s,
+        sender_floor_s=max(out_s.values(), default=0.0),
+        receiver_floor_s=max(in_s.values(), default=0.0),
+        senders=tuple(senders),
+        receivers=receivers,
+    )
 
 
 def _sender(
@@ -203,10 +217,17 @@ def _sender(
     packed_s = max(rates.source_begin_s + sum(packing), start_s + sum(packing[NUM_SLOTS:]))
     end_s = max(start_s + write_s + len(loads) * rates.hand_over_s, packed_s + write_s / max(1, len(loads)))
     return SenderFigures(
-        table.source_rank, gpu, sum(size for size, _ in flows.values()), len(loads),
-        (NUM_SLOTS + staging.has_changes) * slot_bytes + staging.reserved_bytes, rates.source_begin_s, sum(packing),
-        start_s, write_s, end_s if packing else 0.0,
-    )  # fmt: skip
+        table.source_rank,
+        gpu,
+        sum(size for size, _ in flows.values()),
+        len(loads),
+        (NUM_SLOTS + staging.has_changes) * slot_bytes + staging.reserved_bytes,
+        rates.source_begin_s,
+        sum(packing),
+        start_s,
+        write_s,
+        end_s if packing else 0.0,
+    )
 
 
 def apply_passes(changed: float) -> float:

@@ -71,10 +71,18 @@ class Publisher:
     """
 
     def __init__(
-        self, source: WeightSource, transport: Transport, *, rank: int, world_size: int,
-        group: dist.ProcessGroup | None, config: WeightSyncConfig, key: bytes, device: torch.device | str = "cpu",
+        self,
+        source: WeightSource,
+        transport: Transport,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        config: WeightSyncConfig,
+        key: bytes,
+        device: torch.device | str = "cpu",
         base: WeightSource | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._source = source
         self._base, self._device = base, device
         self._transport = transport

@@ -186,17 +186,34 @@ class Rank0:
         return _addresses_of(described)
 
     def begin(
-        self, version: int, included: Collection[int], *, endpoints: Sequence[str], digest: str, book: AddressBook,
-        places: Places, failed: Mapping[int, str], ahead_s: float,
-    ) -> tuple[Transaction, Future[Alive]]:  # fmt: skip
+        self,
+        version: int,
+        included: Collection[int],
+        *,
+        endpoints: Sequence[str],
+        digest: str,
+        book: AddressBook,
+        places: Places,
+        failed: Mapping[int, str],
+        ahead_s: float,
+    ) -> tuple[Transaction, Future[Alive]]:
         """Ask these replicas to begin, in a new epoch, while this rank packs. Returns their transaction, and then who
         is alive. Those that `failed` ahead, for so many seconds, are not asked."""
         assert self._clients is not None
         self._epoch += 1
         transaction = Transaction(
-            self._clients, book, endpoints, included, version=version, epoch=self._epoch, digest=digest,
-            timeout_s=self._config.timeout_s, held=self._bases.held, failed=failed, ahead_s=ahead_s,
-        )  # fmt: skip
+            self._clients,
+            book,
+            endpoints,
+            included,
+            version=version,
+            epoch=self._epoch,
+            digest=digest,
+            timeout_s=self._config.timeout_s,
+            held=self._bases.held,
+            failed=failed,
+            ahead_s=ahead_s,
+        )
 
         def params(replica: int) -> list[Sequence[str]]:
             """Per engine rank, the parameters that are written."""

@@ -71,10 +71,20 @@ class Transaction:
     """
 
     def __init__(
-        self, clients: ReplicaClients, book: AddressBook, endpoints: Sequence[str], included: Collection[int], *,
-        version: int, epoch: int, digest: str, timeout_s: float, held: Mapping[Destination, str],
-        failed: Mapping[int, str], ahead_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        clients: ReplicaClients,
+        book: AddressBook,
+        endpoints: Sequence[str],
+        included: Collection[int],
+        *,
+        version: int,
+        epoch: int,
+        digest: str,
+        timeout_s: float,
+        held: Mapping[Destination, str],
+        failed: Mapping[int, str],
+        ahead_s: float,
+    ) -> None:
         self._held = held
         self.replicas = [
             Notes(endpoint, error=failed.get(number) if number in included else EXCLUDED)

@@ -134,9 +134,17 @@ class OwnMerge:
         from_load = self._params[load.param].view(-1)[load.offset :]
         live_GRN = from_load.as_strided((len(run.bands), rows, columns), (run.distance, *load.stride))
         operands = MergeOperands(
-            live_GRN, self.factors[b].view(-1, rows, rank), self.factors[a].view(-1, rank, whole_columns), merge.scale,
-            run.row, merge.rows_a_factor, run.pitch, load.region.start[1], merge.key, merge.stack_row,
-        )  # fmt: skip
+            live_GRN,
+            self.factors[b].view(-1, rows, rank),
+            self.factors[a].view(-1, rank, whole_columns),
+            merge.scale,
+            run.row,
+            merge.rows_a_factor,
+            run.pitch,
+            load.region.start[1],
+            merge.key,
+            merge.stack_row,
+        )
         return merger(operands, live_GRN)
 
 

@@ -58,10 +58,17 @@ class Receiver:
     """
 
     def __init__(
-        self, params: Mapping[str, torch.Tensor], layout: DestLayout, transport: Transport, *,
-        repack: Callable[[str, torch.Tensor], None] | None = None, recompute: Callable[[], None] | None = None,
-        synchronize: Callable[[], None] | None = None, landing_bytes: int = 0, own_merge: OwnMerge | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Mapping[str, torch.Tensor],
+        layout: DestLayout,
+        transport: Transport,
+        *,
+        repack: Callable[[str, torch.Tensor], None] | None = None,
+        recompute: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
+        landing_bytes: int = 0,
+        own_merge: OwnMerge | None = None,
+    ) -> None:
         self._params = dict(params)
         self._layout = layout
         self._transport = transport

@@ -75,9 +75,16 @@ class MooncakeTransport:
     """
 
     def __init__(
-        self, kind: TransportKind = TransportKind.auto, *, device: str = "cpu", host: str = LOOPBACK,
-        timeout_s: float = 60.0, retry_s: float = RETRY_S, down_s: float = DOWN_S, module: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: TransportKind = TransportKind.auto,
+        *,
+        device: str = "cpu",
+        host: str = LOOPBACK,
+        timeout_s: float = 60.0,
+        retry_s: float = RETRY_S,
+        down_s: float = DOWN_S,
+        module: Any = None,
+    ) -> None:
         self._module = engine_module() if module is None else module
         self._retry_s, self._down_s = retry_s, down_s
         self._link = choose_link(

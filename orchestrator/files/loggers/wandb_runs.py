@@ -22,15 +22,28 @@ class WandbRun:
     def __init__(self, project: str, start: RunStart, folder: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
         self._settings = wandb.Settings(
-            silent=True, init_timeout=CONNECT_TIMEOUT_S, console="off", save_code=False, disable_code=True,
-            disable_git=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
+            silent=True,
+            init_timeout=CONNECT_TIMEOUT_S,
+            console="off",
+            save_code=False,
+            disable_code=True,
+            disable_git=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
             x_save_requirements=False,
-        )  # fmt: skip
+        )
         team, _, project = project.rpartition("/")
         self._run: Any = wandb.init(
-            project=project, entity=team or None, name=start.name, group=start.group, config=dict(start.options),
-            dir=str(folder), reinit="create_new", settings=self._settings,
-        )  # fmt: skip
+            project=project,
+            entity=team or None,
+            name=start.name,
+            group=start.group,
+            config=dict(start.options),
+            dir=str(folder),
+            reinit="create_new",
+            settings=self._settings,
+        )
 
     def send(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)

@@ -92,9 +92,17 @@ def activate_torch(
 
 
 def activate_backward_torch(
-    gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, dh_SI: Tensor, db_SR: Tensor | None,
-    weights_S: Tensor, groups: RowGroups, activation: ExpertActivation, needs_h: bool, may_overwrite_gu: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    gu_SI: Tensor,
+    xa_SR: Tensor | None,
+    adapter: InnerAdapter | None,
+    dh_SI: Tensor,
+    db_SR: Tensor | None,
+    weights_S: Tensor,
+    groups: RowGroups,
+    activation: ExpertActivation,
+    needs_h: bool,
+    may_overwrite_gu: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Gradients around the activation. May overwrite dh.
 
     Args:
@@ -172,9 +180,17 @@ def activate_triton(
 
 
 def activate_backward_triton(
-    gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, dh_SI: Tensor, db_SR: Tensor | None,
-    weights_S: Tensor, groups: RowGroups, activation: ExpertActivation, needs_h: bool, may_overwrite_gu: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    gu_SI: Tensor,
+    xa_SR: Tensor | None,
+    adapter: InnerAdapter | None,
+    dh_SI: Tensor,
+    db_SR: Tensor | None,
+    weights_S: Tensor,
+    groups: RowGroups,
+    activation: ExpertActivation,
+    needs_h: bool,
+    may_overwrite_gu: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """The same as activate_backward_torch, by a kernel; overwrites dh, and gu if it may."""
     num_rows, width = dh_SI.shape
     dgu_SI = gu_SI if may_overwrite_gu else torch.empty_like(gu_SI)

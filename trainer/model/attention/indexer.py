@@ -116,9 +116,16 @@ def sparse_attention(
 
 
 def attend_chosen(
-    q_SND: Tensor, k_KND: Tensor, v_KNV: Tensor, index_q_SIE: Tensor, index_k_KE: Tensor, weights_SI: Tensor, *,
-    top_k: int, scale: float,
-) -> Tensor:  # fmt: skip
+    q_SND: Tensor,
+    k_KND: Tensor,
+    v_KNV: Tensor,
+    index_q_SIE: Tensor,
+    index_k_KE: Tensor,
+    weights_SI: Tensor,
+    *,
+    top_k: int,
+    scale: float,
+) -> Tensor:
     """A block's queries, the last of which sees up to the last key. Returns [S, N, V]."""
     sees_SK = chosen_keys(index_q_SIE, index_k_KE, weights_SI, top_k)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_SND, k_KND, v_KNV))
