@@ -51,11 +51,16 @@ os.symlink("/etc", os.environ["TMPDIR"] + "/slipstream-link")
 print(json.dumps(became, default=repr))
 """
 REFUSED = {
-    "post a job": 401, "post a job with a made-up token": 403, "write to the GCS": "AuthenticationError",
-    "read the token": "PermissionError", "list the private folder": "PermissionError",
-    "connect to the raylet": "PermissionError", "plant a link": "PermissionError",
-    "open the run's lock": "PermissionError", "write a request": "PermissionError",
-}  # fmt: skip
+    "post a job": 401,
+    "post a job with a made-up token": 403,
+    "write to the GCS": "AuthenticationError",
+    "read the token": "PermissionError",
+    "list the private folder": "PermissionError",
+    "connect to the raylet": "PermissionError",
+    "plant a link": "PermissionError",
+    "open the run's lock": "PermissionError",
+    "write a request": "PermissionError",
+}
 """What comes of the attempts."""
 
 
@@ -78,8 +83,12 @@ def attempts_beside(said: str, run: Path) -> dict[str, int | str]:
         "run": str(run.resolve()),
     }
     done = subprocess.run(
-        [sys.executable, "-c", STRANGER, json.dumps(facts)], env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", STRANGER, json.dumps(facts)],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

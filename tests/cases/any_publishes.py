@@ -58,18 +58,24 @@ class Kind:
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 KINDS = {
-    "whole": Kind(MOE, WHOLE, tp_size=2), "whole, split experts": Kind(MOE, WHOLE, tp_size=2, has_split_experts=True),
-    "whole, tied": Kind(TIED, WHOLE, tp_size=2), "whole, latent attention": Kind(DEEPSEEK, WHOLE),
-    "whole, fused experts": Kind(GPT_OSS, WHOLE), "whole, block-FP8": Kind(MOE, WHOLE, quantization=BlockFp8()),
+    "whole": Kind(MOE, WHOLE, tp_size=2),
+    "whole, split experts": Kind(MOE, WHOLE, tp_size=2, has_split_experts=True),
+    "whole, tied": Kind(TIED, WHOLE, tp_size=2),
+    "whole, latent attention": Kind(DEEPSEEK, WHOLE),
+    "whole, fused experts": Kind(GPT_OSS, WHOLE),
+    "whole, block-FP8": Kind(MOE, WHOLE, quantization=BlockFp8()),
     "adapters, INT4 base": Kind({**MOE, "quantization_config": PACKED}, ADAPTERS, tp_size=2),
     "changes": Kind(MOE, CHANGES, tp_size=2),
     "changes, split experts": Kind(MOE, CHANGES, tp_size=2, has_split_experts=True),
-    "changes, tied": Kind(TIED, CHANGES, tp_size=2), "changes, latent attention": Kind(DEEPSEEK, CHANGES),
-    "changes, fused experts": Kind(GPT_OSS, CHANGES), "changes, all weights": Kind(DENSE, CHANGES, mode=TrainMode.full),
+    "changes, tied": Kind(TIED, CHANGES, tp_size=2),
+    "changes, latent attention": Kind(DEEPSEEK, CHANGES),
+    "changes, fused experts": Kind(GPT_OSS, CHANGES),
+    "changes, all weights": Kind(DENSE, CHANGES, mode=TrainMode.full),
     "factors": Kind(MOE, FACTORS, tp_size=2),
     "factors, split experts": Kind(MOE, FACTORS, tp_size=2, has_split_experts=True),
-    "factors, tied": Kind(TIED, FACTORS, tp_size=2), "factors, latent attention": Kind(DEEPSEEK, FACTORS),
-}  # fmt: skip
+    "factors, tied": Kind(TIED, FACTORS, tp_size=2),
+    "factors, latent attention": Kind(DEEPSEEK, FACTORS),
+}
 
 
 class AnyPublishes(RuleBasedStateMachine):

@@ -110,10 +110,14 @@ class EngineRank:
         self.params.append(Param(name, meta.shape, dtype, post_load))
         self.loads.append(
             Load(
-                meta.name, Region((0,) * len(meta.shape), meta.shape), tuple(range(len(meta.shape))), name, 0,
+                meta.name,
+                Region((0,) * len(meta.shape), meta.shape),
+                tuple(range(len(meta.shape))),
+                name,
+                0,
                 rows(meta.shape),
             )
-        )  # fmt: skip
+        )
 
     def stacked_rows(self, name: str, parts: Sequence[tuple[TensorMeta, int]], dtype: str) -> None:
         """Row shards of several tensors below each other: fused qkv, gate_up. Each part has its own number of distinct
@@ -167,16 +171,24 @@ class EngineRank:
             for half, meta in enumerate((gate, up)):
                 self.loads.append(
                     Load(
-                        meta.name, Region((first, 0), (count, hidden)), (0, 1), f"{layer}.w13",
-                        (2 * e + half) * count * hidden, (hidden, 1),
+                        meta.name,
+                        Region((first, 0), (count, hidden)),
+                        (0, 1),
+                        f"{layer}.w13",
+                        (2 * e + half) * count * hidden,
+                        (hidden, 1),
                     )
-                )  # fmt: skip
+                )
             self.loads.append(
                 Load(
-                    down.name, Region((0, first), (hidden, count)), (0, 1), f"{layer}.w2", e * hidden * count,
+                    down.name,
+                    Region((0, first), (hidden, count)),
+                    (0, 1),
+                    f"{layer}.w2",
+                    e * hidden * count,
                     (count, 1),
                 )
-            )  # fmt: skip
+            )
 
 
 def rows(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -226,10 +238,15 @@ def systems(draw: st.DrawFn) -> tuple[tuple[SourceLayout, ...], tuple[tuple[Dest
     tp_sizes = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3))
     head_dim = draw(st.sampled_from([2, 3]))
     tensors = tiny_checkpoint(
-        num_layers=draw(st.integers(1, 2)), num_experts=draw(st.sampled_from([2, 4])),
-        hidden=draw(st.sampled_from([4, 8])), heads=4, kv_heads=draw(st.sampled_from([1, 2, 4])), head_dim=head_dim,
-        inter=draw(st.sampled_from([4, 8])), vocab=draw(st.sampled_from([8, 12])),
-    )  # fmt: skip
+        num_layers=draw(st.integers(1, 2)),
+        num_experts=draw(st.sampled_from([2, 4])),
+        hidden=draw(st.sampled_from([4, 8])),
+        heads=4,
+        kv_heads=draw(st.sampled_from([1, 2, 4])),
+        head_dim=head_dim,
+        inter=draw(st.sampled_from([4, 8])),
+        vocab=draw(st.sampled_from([8, 12])),
+    )
     num_sources = draw(st.integers(1, 5))
     held: list[list[SourceShard]] = [[] for _ in range(num_sources)]
     for meta in tensors:

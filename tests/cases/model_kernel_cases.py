@@ -199,10 +199,19 @@ def case_adamw(device: str) -> None:
             grads = [draw(one, device=device, seed=10 * step + i) for i, one in enumerate(sizes)]
             for p, grad, pair in zip(wanted, grads, kept[0], strict=True):
                 single_param_adam(
-                    p, grad, torch.tensor(float(step)), *pair, max_exp_avg_sq=None, lr=torch.tensor(numbers["lr"]),
-                    beta1=betas[0], beta2=betas[1], weight_decay=numbers["weight_decay"], eps=numbers["eps"],
-                    IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False,
-                )  # fmt: skip
+                    p,
+                    grad,
+                    torch.tensor(float(step)),
+                    *pair,
+                    max_exp_avg_sq=None,
+                    lr=torch.tensor(numbers["lr"]),
+                    beta1=betas[0],
+                    beta2=betas[1],
+                    weight_decay=numbers["weight_decay"],
+                    eps=numbers["eps"],
+                    IS_ADAMW=True,
+                    BF16_STOCHASTIC_ROUND=False,
+                )
             moments, squares = (
                 [Codes(m.codes, m.scale, m.qmap) if isinstance(m, OptimState8bit) else m for m in of_one]
                 for of_one in zip(*kept[1], strict=True)

@@ -56,9 +56,16 @@ def make_experts(
     """Experts first..first+count of one fixed set; frozen with adapters, or (is_full) trainable without."""
     lora = None if is_full or not rank else LoraConfig(rank=rank, alpha=2.0 * rank)
     experts = Experts(
-        hidden_size=HIDDEN, intermediate_size=WIDTH, first_expert=first, num_local_experts=count, compute_dtype=dtype,
-        weight_dtype=dtype, lora=lora, device=torch.device("cpu"), **more,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        first_expert=first,
+        num_local_experts=count,
+        compute_dtype=dtype,
+        weight_dtype=dtype,
+        lora=lora,
+        device=torch.device("cpu"),
+        **more,
+    )
     with torch.no_grad():
         for seed, (name, parameter) in enumerate(sorted(experts.named_parameters())):
             whole = draw(NUM_EXPERTS, *parameter.shape[1:], seed=seed, scale=0.3)

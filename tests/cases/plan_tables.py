@@ -27,24 +27,40 @@ def table_of(source_rank: int, tasks: Sequence[Task] | TaskTable) -> TaskTable:
     sets: dict[tuple[int, ...], int] = {}
     rows = [
         (
-            sets.setdefault(tuple(replicas), len(sets)), MESH_GROUPS.index(task.mesh_group), task.dest_rank,
-            params.setdefault(task.param, len(params)), task.dest_offset_bytes, task.num_bytes,
-            DTYPES.index(task.dtype), len(task.pieces),
+            sets.setdefault(tuple(replicas), len(sets)),
+            MESH_GROUPS.index(task.mesh_group),
+            task.dest_rank,
+            params.setdefault(task.param, len(params)),
+            task.dest_offset_bytes,
+            task.num_bytes,
+            DTYPES.index(task.dtype),
+            len(task.pieces),
         )
         for task, replicas in blocks
-    ]  # fmt: skip
+    ]
     replicas, group, dest_rank, param, offset, size, dtype, num_pieces = np.array(rows, np.int64).reshape(-1, 8).T
     pieces = [piece for task, _ in blocks for piece in task.pieces]
     return TaskTable(
-        source_rank, tuple(params), tuple(sets), replicas, group, dest_rank, param, offset, size, dtype, num_pieces,
+        source_rank,
+        tuple(params),
+        tuple(sets),
+        replicas,
+        group,
+        dest_rank,
+        param,
+        offset,
+        size,
+        dtype,
+        num_pieces,
         PieceColumns(
             tuple(dict.fromkeys(piece.tensor for piece in pieces)),
             np.array([names.setdefault(piece.tensor, len(names)) for piece in pieces], np.int64),
-            padded([piece.region.start for piece in pieces], 0), padded([piece.region.shape for piece in pieces], 1),
+            padded([piece.region.start for piece in pieces], 0),
+            padded([piece.region.shape for piece in pieces], 1),
             np.array([axes_code(piece.axes) for piece in pieces], np.int64),
             np.array([piece.offset_elements for piece in pieces], np.int64),
         ),
-    )  # fmt: skip
+    )
 
 
 def by_name(sums: Sums) -> dict[Destination, dict[str, tuple[int, int]]]:

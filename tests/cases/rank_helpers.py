@@ -39,10 +39,19 @@ VOCAB = 40
 LORA = LoraConfig(rank=4, alpha=8.0)
 SYNC_KEY = b"0123456789abcdef-test-key"
 MOE_CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4,
-    "num_experts_per_tok": 2, "norm_topk_prob": True,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 
 
 class _OfFewTokens(TrainerConfig):
@@ -80,17 +89,28 @@ def make_rank(
         TrainerOptions(
             model=ModelConfig(init=Init.random, hf_config=hf_config | {"initializer_range": 0.2}, dtype=dtype),
             trainer=_OfFewTokens(
-                num_ranks=num_ranks or world_size, ep_size=ep_size, cp_size=cp_size, mode=mode,
+                num_ranks=num_ranks or world_size,
+                ep_size=ep_size,
+                cp_size=cp_size,
+                mode=mode,
                 lora=replace(LORA, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)),
-                optim=optim or OptimConfig(lr=1e-2), activations=activations,
+                optim=optim or OptimConfig(lr=1e-2),
+                activations=activations,
             ),
-            algorithm=algorithm or AlgorithmConfig(), sampling_temperature=0.9,
-            weight_sync=weight_sync or WeightSyncConfig(), seed=3, num_steps=10, world_size=world_size,
-            rendezvous=rendezvous, device="cpu", hf_config=hf_config, sync_key=SYNC_KEY,
+            algorithm=algorithm or AlgorithmConfig(),
+            sampling_temperature=0.9,
+            weight_sync=weight_sync or WeightSyncConfig(),
+            seed=3,
+            num_steps=10,
+            world_size=world_size,
+            rendezvous=rendezvous,
+            device="cpu",
+            hf_config=hf_config,
+            sync_key=SYNC_KEY,
             parity=parity or ParityConfig(),
         ),
         rank=rank,
-    )  # fmt: skip
+    )
     if is_loaded:
         made.load()
     return made
@@ -112,11 +132,20 @@ def rank_of(
     """
     return TrainerRank(
         TrainerOptions(
-            model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
-            weight_sync=weight_sync or config.weight_sync, seed=3, num_steps=4, world_size=1, rendezvous="",
-            device=device, hf_config=hf_config or config.model.hf_config, sync_key=key,
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            sampling_temperature=1.0,
+            weight_sync=weight_sync or config.weight_sync,
+            seed=3,
+            num_steps=4,
+            world_size=1,
+            rendezvous="",
+            device=device,
+            hf_config=hf_config or config.model.hf_config,
+            sync_key=key,
         )
-    )  # fmt: skip
+    )
 
 
 def trained(rank: TrainerRank) -> list[tuple[str, torch.nn.Parameter]]:

@@ -37,13 +37,17 @@ OLMOE = {
 """Norms over all heads of q and of k."""
 
 LLAMA = {
-    **{key: value for key, value in COMMON.items() if key != "rope_theta"}, "model_type": "llama",
+    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    "model_type": "llama",
     "rope_theta": 500000.0,
     "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
-}  # fmt: skip
+}
 GLM = {
     **COMMON, "model_type": "glm4_moe", "num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8,
     "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
@@ -53,31 +57,72 @@ GLM = {
 """Grouped-query attention of which half of each head turns, with DeepSeek's feed-forward."""
 
 GPT_OSS = {
-    "model_type": "gpt_oss", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
-    "sliding_window": 4, "swiglu_limit": 0.5, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "model_type": "gpt_oss",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 4,
+    "swiglu_limit": 0.5,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 150000.0,
     "rope_scaling": {
-        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
         "original_max_position_embeddings": 32,
     },
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 """Windows shorter than most sequences, and a bound of the activation that many elements reach."""
 
 DEEPSEEK = {
-    "model_type": "deepseek_v3", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "intermediate_size": 48, "moe_intermediate_size": 24, "q_lora_rank": 24,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
-    "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    "num_nextn_predict_layers": 1, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "model_type": "deepseek_v3",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "rope_scaling": {
-        "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
-        "mscale": 0.7, "mscale_all_dim": 1.0,
+        "type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
     },
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 """Latent attention with YaRN, a dense first layer, groups of experts, a shared expert."""
 
 GLM_LITE = {
@@ -123,26 +168,41 @@ QWEN3_5 = {
 }
 
 GEMMA3 = {
-    **{key: value for key, value in COMMON.items() if key != "rope_theta"}, "model_type": "gemma3_text",
-    "num_hidden_layers": 3, "head_dim": 20, "query_pre_attn_scalar": 12, "sliding_window": 4,
+    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 3,
+    "head_dim": 20,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 3000.0, "pad_token_id": None,
-    "tie_word_embeddings": True, "rms_norm_eps": 3e-5,
-}  # fmt: skip
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "rope_local_base_freq": 3000.0,
+    "pad_token_id": None,  # transformers gives the embedding of token 0 no gradient else
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 3e-5,
+}
 """Windows with a RoPE of their own, norms before and after, GELU, scaled embeddings."""
 
 GEMMA4 = {
-    **{key: value for key, value in COMMON.items() if key != "rope_theta"}, "model_type": "gemma4_text",
-    "num_hidden_layers": 4, "head_dim": 20, "global_head_dim": 24, "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True, "sliding_window": 4,
+    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "head_dim": 20,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5e4},
         "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
     },
-    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0, "pad_token_id": None, "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 2.0,
+    "pad_token_id": None,
+    "tie_word_embeddings": True,
     "rms_norm_eps": 3e-5,
-}  # fmt: skip
+}
 GEMMA4_MOE = {
     **GEMMA4, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "enable_moe_block": True,
     "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24,

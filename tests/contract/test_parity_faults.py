@@ -64,9 +64,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     prompts = [[draw.randrange(3, 64) for _ in range(PROMPT)] for _ in range(SEQUENCES)]
     small = RolloutConfig(kv_cache_bytes=64 << 20, gpu_memory_utilization=0.05)
     sampled = sample_and_record(
-        folder / "checkpoint", small, prompts, dtype=DType.bfloat16, device=DEVICE, seed=0, max_tokens=RESPONSE,
-        num_recorded=SEQUENCES, activations=folder / "activations", say=lambda _: None,
-    )  # fmt: skip
+        folder / "checkpoint",
+        small,
+        prompts,
+        dtype=DType.bfloat16,
+        device=DEVICE,
+        seed=0,
+        max_tokens=RESPONSE,
+        num_recorded=SEQUENCES,
+        activations=folder / "activations",
+        say=lambda _: None,
+    )
     activations = read_tensors(folder / "activations")
     return Recorded(sampled, activations, compare_layers(right, sampled, activations))
 

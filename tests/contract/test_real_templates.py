@@ -62,13 +62,18 @@ DEEPSEEK = tuple(
     f"<｜{name.replace(' ', chr(0x2581))}｜>"
     for name in (
         *(
-            "end of sentence", "begin of sentence", "User", "Assistant", "tool calls begin", "tool calls end",
+            "end of sentence",
+            "begin of sentence",
+            "User",
+            "Assistant",
+            "tool calls begin",
+            "tool calls end",
             "tool sep",
         ),
         *("tool call begin", "tool call end", "tool outputs begin", "tool outputs end"),
         *("tool output begin", "tool output end"),
     )
-)  # fmt: skip
+)
 DEEPSEEK_CALL = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -97,20 +102,33 @@ FAMILIES = {
         plain=(*QWEN_PLAIN, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "gpt-oss": Family(
-        "gptoss", ("<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
-        None, ("<|channel|>final<|message|>",), ends=2, continues=False,
+        "gptoss",
+        ("<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
+        None,
+        ("<|channel|>final<|message|>",),
+        ends=2,
+        continues=False,
         thought="<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>",
     ),
     "deepseek-v3": Family(
-        "deepseekv3", DEEPSEEK[:2], "deepseek_v3", continues=False, thought="hm\n</think>\n\n",
+        "deepseekv3",
+        DEEPSEEK[:2],
+        "deepseek_v3",
+        continues=False,
+        thought="hm\n</think>\n\n",
         calls=(DEEPSEEK_CALL.format('{"a": 1, "b": "x y"}'), DEEPSEEK_CALL.format('{"b":"x y","a":1}')),
         plain=(*DEEPSEEK[2:], *QWEN_PLAIN[:2]),
     ),
     "deepseek-r1": Family(
-        "deepseek_r1_distill", DEEPSEEK[:2], None, (), continues=False, thought="hm\n</think>\n\n",
+        "deepseek_r1_distill",
+        DEEPSEEK[:2],
+        None,
+        (),
+        continues=False,
+        thought="hm\n</think>\n\n",
         plain=(*DEEPSEEK[2:], *QWEN_PLAIN[:2]),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass

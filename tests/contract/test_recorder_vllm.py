@@ -17,17 +17,31 @@ from cases.recorded import replay_plan
 from cases.vllm_process import outcomes_of
 
 MODELS = [
-    "qwen3", "qwen2", "mistral", "olmoe", "mixtral", "qwen2_moe", "minimax_m2", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_0_25", "gemma3", "gemma4_moe",
-]  # fmt: skip
+    "qwen3",
+    "qwen2",
+    "mistral",
+    "olmoe",
+    "mixtral",
+    "qwen2_moe",
+    "minimax_m2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_0_25",
+    "gemma3",
+    "gemma4_moe",
+]
 """Others are recorded and published in test_engine_layouts.py, qwen3_moe in test_engine_vllm.py. `_0_25`: with the
 class that a vLLM without one of its own gets."""
 BESIDE_TOWER = "beside_tower"
 CASES = [*MODELS, BESIDE_TOWER, *recorded_fp8.CASES]
 SMALL: dict[str, Any] = {
-    "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4, "dtype": "bfloat16",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "dtype": "bfloat16",
     "kv_cache_memory_bytes": 16 << 20,
-}  # fmt: skip
+}
 """Options of every engine here."""
 NO_PICTURES = Path(__file__).parents[1] / "fakes" / "no_pictures"
 """Has the names of a package that vLLM's file of Qwen3.5 imports and CPU environments lack."""

@@ -245,9 +245,14 @@ def test_what_templates_take_is_taken(tmp_path: Path, name: str) -> None:
 
 LATER = {"role": "system", "content": "Be long."}
 IN_THE_MIDDLE = {
-    "qwen3": None, "qwen3_instruct_2507": None, "llama3_1": None, "glm4moe": None, "gptoss": "leaves it out",
-    "deepseekv3": "writes it before others", "deepseek_r1_distill": "leaves it out",
-}  # fmt: skip
+    "qwen3": None,
+    "qwen3_instruct_2507": None,
+    "llama3_1": None,
+    "glm4moe": None,
+    "gptoss": "leaves it out",
+    "deepseekv3": "writes it before others",
+    "deepseek_r1_distill": "leaves it out",  # the first one
+}
 
 
 @pytest.mark.parametrize("name", SPECIALS)

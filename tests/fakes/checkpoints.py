@@ -13,10 +13,21 @@ from safetensors.torch import load_file, save_file
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-    "hidden_act": "silu", "tie_word_embeddings": False, "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 500,  # no multiple of 64: vLLM pads the vocabulary
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,  # far from zero, so that two versions differ in what they sample
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _MIXTURE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _GROUPED = {
     **_MIXTURE, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,

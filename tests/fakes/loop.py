@@ -186,12 +186,20 @@ class Loop:
             )
             activities = Activities()
             services = LoopServices(
-                trainer=self.trainer, supervisor=supervisor,
-                router=Router(supervisor, request_timeout_s=60, note=activities.note), activities=activities,
-                prompts=self.prompts, eval_sets={"": [Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")]},
-                rewards=self.rewards, episodes=self.episodes, teacher=self.teacher, telemetry=telemetry,
-                checkpoints=self.checkpoints, traces=Path("traces"), before_step=self.before_step,
-            )  # fmt: skip
+                trainer=self.trainer,
+                supervisor=supervisor,
+                router=Router(supervisor, request_timeout_s=60, note=activities.note),
+                activities=activities,
+                prompts=self.prompts,
+                eval_sets={"": [Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")]},
+                rewards=self.rewards,
+                episodes=self.episodes,
+                teacher=self.teacher,
+                telemetry=telemetry,
+                checkpoints=self.checkpoints,
+                traces=Path("traces"),
+                before_step=self.before_step,
+            )
             self.controller = Controller(self.config, services)
             async with asyncio.timeout(120):
                 if self.found is None:

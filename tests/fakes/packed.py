@@ -24,10 +24,15 @@ from fakes.checkpoints import CONFIGS, FOR_GPUS, write_checkpoint
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**CONFIGS["qwen3_moe"], **FOR_GPUS["qwen3_moe"], "num_experts_per_tok": 8},
     "deepseek_v3": {
-        **CONFIGS["deepseek_v3"], **FOR_GPUS["deepseek_v3"], "num_experts_per_tok": 8, "num_hidden_layers": 3,
-        "routed_scaling_factor": 8.0, "n_group": 1, "topk_group": 1,
+        **CONFIGS["deepseek_v3"],
+        **FOR_GPUS["deepseek_v3"],
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 3,
+        "routed_scaling_factor": 8.0,
+        "n_group": 1,
+        "topk_group": 1,
     },
-}  # fmt: skip
+}
 """Every token sees every expert, so rounding sends none elsewhere. With two of eight, right bfloat16 programs differ by
 a k3 of 5e-4 to 3e-1 over 256 tokens: as far as wrong ones do. The second is what Kimi-K2-Thinking is a large one of;
 its experts are scaled up, because beside a dense layer and a shared expert they say little.

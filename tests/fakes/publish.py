@@ -38,9 +38,13 @@ Q, K, NORM, EMBED = "layers.0.q.weight", "layers.0.k.weight", "norm.weight", "em
 UP = [f"layers.0.mlp.experts.{e}.up.weight" for e in range(2)]
 DOWN = [f"layers.0.mlp.experts.{e}.down.weight" for e in range(2)]
 SHAPES: dict[str, tuple[int, ...]] = {
-    Q: (6, WIDTH), K: (2, WIDTH), NORM: (WIDTH,), EMBED: (7, WIDTH), **dict.fromkeys(UP, (8, WIDTH)),
+    Q: (6, WIDTH),
+    K: (2, WIDTH),
+    NORM: (WIDTH,),
+    EMBED: (7, WIDTH),
+    **dict.fromkeys(UP, (8, WIDTH)),
     **dict.fromkeys(DOWN, (WIDTH, 8)),
-}  # fmt: skip
+}
 METAS = tuple(TensorMeta(name, shape, "bfloat16") for name, shape in SHAPES.items())
 
 

@@ -194,8 +194,14 @@ def run_trainer_rank(
     transport = FaultyTransport(MooncakeTransport(timeout_s=config.timeout_s))
     source = DictSource(rank, NUM_TRAINER_RANKS)
     publisher = Publisher(
-        source, transport, rank=rank, world_size=NUM_TRAINER_RANKS, group=dist.group.WORLD, config=config, key=KEY,
-    )  # fmt: skip
+        source,
+        transport,  # type: ignore[arg-type]
+        rank=rank,
+        world_size=NUM_TRAINER_RANKS,
+        group=dist.group.WORLD,
+        config=config,
+        key=KEY,
+    )
     pipe.send(publisher.connect(endpoints))
     while True:
         verb, *args = pipe.recv()

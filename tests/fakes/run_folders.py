@@ -55,9 +55,14 @@ class MadeUpRun:
         write_description(self.folder, config, words)
         prepare_model(config.model, self.folder.model)
         self.telemetry = Telemetry(
-            self.folder, num_steps=num_steps, first_step=0, progress=ProgressLine(Console(file=StringIO())),
-            rewards=RewardNames(("letters",)), samples_per_step=num_samples, max_sample_bytes_per_step=64 << 20,
-        )  # fmt: skip
+            self.folder,
+            num_steps=num_steps,
+            first_step=0,
+            progress=ProgressLine(Console(file=StringIO())),
+            rewards=RewardNames(("letters",)),
+            samples_per_step=num_samples,
+            max_sample_bytes_per_step=64 << 20,
+        )
         self._fleet = FleetLog(self.folder.fleet)
         for worker in range(NUM_WORKERS):
             for event, after_s in ((FleetEvent.process_up, -40.0), (FleetEvent.up, -8.0), (FleetEvent.serving, -1.0)):
@@ -74,13 +79,19 @@ class MadeUpRun:
         began = BEGAN + step * STEP_S
         self.telemetry.step(
             StepRecord(
-                step, step, groups=groups, staleness_steps=[step % 2] * len(groups),
-                optim=OptimStats(step, 1.0 / (1 + step / 50), self._lr, True), sync=self._publish(step),
-                evaluations=[self._evaluation(step, groups[:2])] if step % 10 == 0 else [], num_ranks=2,
-                extra=self._figures(step), trained=trained,
+                step,
+                step,
+                groups=groups,
+                staleness_steps=[step % 2] * len(groups),
+                optim=OptimStats(step, 1.0 / (1 + step / 50), self._lr, True),
+                sync=self._publish(step),
+                evaluations=[self._evaluation(step, groups[:2])] if step % 10 == 0 else [],
+                num_ranks=2,
+                extra=self._figures(step),
+                trained=trained,
                 timeline=StepTimeline(began, began + STEP_S, list(self._activities(step, began, groups))),
             )
-        )  # fmt: skip
+        )
         for worker in range(NUM_WORKERS):
             name = "rollout-1.1" if worker == 1 and step > 30 else f"rollout-{worker}"
             if worker == 1 and step == 30:

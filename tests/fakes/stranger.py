@@ -25,9 +25,14 @@ FLOOD_BYTES = 1 << 30
 def as_stranger(verb: str, host: str, port: int, *more: str, timeout_s: float = 240) -> Any:
     """Run this file's `verb` in a process of another user. Returns what it answers."""
     done = subprocess.run(
-        [sys.executable, "-I", "-", verb, host, str(port), *more], input=Path(__file__).read_text(),
-        capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/",
-    )  # fmt: skip
+        [sys.executable, "-I", "-", verb, host, str(port), *more],
+        input=Path(__file__).read_text(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        cwd="/",
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -18,12 +18,23 @@ from slipstream.weight_sync.errors import PlanMismatch
 from slipstream.weight_sync.publish.report import PublishReport, ReplicaReport
 
 SUMS = (
-    "loss/total_sum", "loss/policy_sum", "policy/num_tokens", "policy/entropy_sum", "policy/ratio_sum",
-    "policy/num_clipped_low", "policy/num_clipped_high", "policy/num_sequences", "correction/weight_sum",
-    "correction/weight_square_sum", "correction/num_truncated", "correction/num_masked",
-    "correction/num_truncated_sequences", "correction/num_masked_sequences", "kl/ref_k3_sum",
+    "loss/total_sum",
+    "loss/policy_sum",
+    "policy/num_tokens",
+    "policy/entropy_sum",
+    "policy/ratio_sum",
+    "policy/num_clipped_low",
+    "policy/num_clipped_high",
+    "policy/num_sequences",
+    "correction/weight_sum",
+    "correction/weight_square_sum",
+    "correction/num_truncated",
+    "correction/num_masked",
+    "correction/num_truncated_sequences",
+    "correction/num_masked_sequences",
+    "kl/ref_k3_sum",
     *(f"parity/{name}{suffix}" for name in ("k3_sum", "prob_diff_sum", "num_tokens") for suffix in ("", "_stale")),
-)  # fmt: skip
+)
 MAXIMA = tuple(f"parity/{name}_max{suffix}" for name in ("k3", "prob_diff", "log_ratio") for suffix in ("", "_stale"))
 VECTORS = {
     "parity/k3_histogram": NUM_K3_BINS,
@@ -47,10 +58,14 @@ def measured(sums: Mapping[str, float] = MappingProxyType({}), **maxima: float) 
 def stats(num_tokens: float, k3: float, num_stale: float = 0.0) -> LossStats:
     """What parity says of sequences of two tokens with an entropy of 1.5; stale ones have ten times this k3."""
     sums = {
-        "policy/num_tokens": num_tokens, "policy/num_sequences": num_tokens / 2, "policy/entropy_sum": 1.5 * num_tokens,
-        "parity/num_tokens": num_tokens - num_stale, "parity/num_tokens_stale": num_stale,
-        "parity/k3_sum": k3 * (num_tokens - num_stale), "parity/k3_sum_stale": 10 * k3 * num_stale,
-    }  # fmt: skip
+        "policy/num_tokens": num_tokens,
+        "policy/num_sequences": num_tokens / 2,
+        "policy/entropy_sum": 1.5 * num_tokens,
+        "parity/num_tokens": num_tokens - num_stale,
+        "parity/num_tokens_stale": num_stale,
+        "parity/k3_sum": k3 * (num_tokens - num_stale),
+        "parity/k3_sum_stale": 10 * k3 * num_stale,
+    }
     return measured(sums)
 
 

@@ -23,12 +23,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a
 
 SHORT, LONG = (70, 1, 130, 33), (1500, 1, 0, 2048)
 SHAPES = {
-    "gqa": (8, 2, 128, 128, None, False, SHORT), "one head of keys": (8, 1, 64, 64, None, False, SHORT),
-    "window": (8, 2, 64, 64, 40, False, SHORT), "sinks": (8, 2, 64, 64, None, True, SHORT),
-    "sinks in a window": (8, 2, 64, 64, 40, True, SHORT), "latent": (8, 8, 192, 128, None, False, SHORT),
-    "long": (8, 2, 128, 128, None, False, LONG), "long and latent": (8, 8, 192, 128, None, False, LONG),
+    "gqa": (8, 2, 128, 128, None, False, SHORT),
+    "one head of keys": (8, 1, 64, 64, None, False, SHORT),
+    "window": (8, 2, 64, 64, 40, False, SHORT),
+    "sinks": (8, 2, 64, 64, None, True, SHORT),
+    "sinks in a window": (8, 2, 64, 64, 40, True, SHORT),
+    "latent": (8, 8, 192, 128, None, False, SHORT),
+    "long": (8, 2, 128, 128, None, False, LONG),
+    "long and latent": (8, 8, 192, 128, None, False, LONG),
     "long in a window": (8, 2, 64, 64, 200, True, LONG),
-}  # fmt: skip
+}
 """Heads of queries and of keys, their width, that of values, window, sinks, lengths."""
 
 

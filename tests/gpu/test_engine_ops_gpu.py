@@ -62,10 +62,13 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(operations: VllmOperati
         logits = operations.linear(x[rows], matrix)
         chosen = operations.route(x[rows], operations.linear(x[rows], router), TOP_K, True)
         return [
-            operations.norm(x[rows], weight, 1e-6), logits, *chosen,
-            operations.experts(x[rows].contiguous(), gate_up, down, *chosen), operations.silu_and_mul(logits),
+            operations.norm(x[rows], weight, 1e-6),
+            logits,
+            *chosen,
+            operations.experts(x[rows].contiguous(), gate_up, down, *chosen),
+            operations.silu_and_mul(logits),
             operations.token_logprobs(logits, targets[rows]),
-        ]  # fmt: skip
+        ]
 
     whole = everything(slice(0, most))
     for size in SIZES:

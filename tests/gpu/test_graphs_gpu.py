@@ -50,14 +50,22 @@ def make_rank(
     trainer = chunks(lora=LoraConfig(rank=8, alpha=16.0), cuda_graph_tokens=cuda_graph_tokens, **options)
     rank = TrainerRank(
         TrainerOptions(
-            model=ModelConfig(init=Init.random, hf_config=hf_config, dtype=DType.bfloat16), trainer=trainer,
-            algorithm=AlgorithmConfig(objective=Objective.sft), sampling_temperature=1.0,
-            weight_sync=WeightSyncConfig(), seed=3, num_steps=100, world_size=trainer.num_ranks, rendezvous=rendezvous,
-            device="cuda", hf_config=hf_config, sync_key=b"0123456789abcdef-test-key",
+            model=ModelConfig(init=Init.random, hf_config=hf_config, dtype=DType.bfloat16),
+            trainer=trainer,
+            algorithm=AlgorithmConfig(objective=Objective.sft),
+            sampling_temperature=1.0,
+            weight_sync=WeightSyncConfig(),
+            seed=3,
+            num_steps=100,
+            world_size=trainer.num_ranks,
+            rendezvous=rendezvous,
+            device="cuda",
+            hf_config=hf_config,
+            sync_key=b"0123456789abcdef-test-key",
             parity=ParityConfig(replay_routing=False),
         ),
         rank=index,
-    )  # fmt: skip
+    )
     rank.load()
     return rank
 

@@ -10,8 +10,13 @@ from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows
 pytestmark = pytest.mark.gpu
 
 WINDOWS = [
-    (0, 700, 0, 200), (0, 350, 0, 200), (50, 410, 0, 200), (349, 351, 7, 100), (130, 260, 128, 200), (699, 700, 1, 2),
-]  # fmt: skip
+    (0, 700, 0, 200),
+    (0, 350, 0, 200),
+    (50, 410, 0, 200),
+    (349, 351, 7, 100),
+    (130, 260, 128, 200),
+    (699, 700, 1, 2),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -37,9 +42,15 @@ def test_any_rectangle_is_bitwise_the_slice_of_the_whole_stack(dtype: torch.dtyp
             out = torch.empty(shape, dtype=dtype, device="cuda")
             out = out.t() if is_transposed else out
             merge_rows(
-                base[first:stop, left:right], b[first:stop], a[skipped:], 0.7, out, first_row=place, rows_a_factor=rows,
+                base[first:stop, left:right],
+                b[first:stop],
+                a[skipped:],
+                0.7,
+                out,
+                first_row=place,
+                rows_a_factor=rows,
                 first_column=left,
-            )  # fmt: skip
+            )
             assert torch.equal(out, whole[first:stop, left:right])
 
 

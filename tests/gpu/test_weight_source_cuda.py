@@ -18,10 +18,19 @@ from slipstream.weight_sync.pipeline.packing import PackedRead
 pytestmark = pytest.mark.gpu
 
 CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "moe_intermediate_size": 192, "num_experts": 8,
-    "num_experts_per_tok": 2, "norm_topk_prob": True,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 192,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.mark.parametrize("num_cuts", [1, 3])

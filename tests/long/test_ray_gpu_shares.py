@@ -44,11 +44,16 @@ def test_engines_that_share_gpus_fill_one_after_the_other() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(gpus), json.dumps([0, 1, 2, 4, 5, 7])],
         env={
-            **os.environ, **{variable.name: variable.value for variable in variables("cpu")},
+            **os.environ,
+            **{variable.name: variable.value for variable in variables("cpu")},
             "RAY_AUTH_MODE": "disabled",
         },
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     (*ranks, first, third, fourth, sixth, again) = json.loads(done.stdout)
     assert len({first[0], *(rank[0] for rank in ranks), fourth[0]}) == 4, "ranks and engines have GPUs of their own"

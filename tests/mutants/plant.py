@@ -33,64 +33,88 @@ SURVIVED, UNTESTED = 0, 33
 """mutmut's exit codes: all tests passed; no test calls the function."""
 
 UNIT = "tests/unit"
-_TABLE = """
-conf/failures.py: conf/test_failures.py
-weight_sync/plan/plan.py: weight_sync/plan
-weight_sync/plan/proof.py: weight_sync/plan
-weight_sync/plan/proof_rows.py: weight_sync/plan
-weight_sync/plan/schedule.py: weight_sync/plan
-weight_sync/pipeline/pipeline.py: weight_sync/pipeline/test_pipeline.py weight_sync/pipeline/test_lanes.py
-    weight_sync/pipeline/test_lane_times.py
-weight_sync/pipeline/lanes.py: weight_sync/pipeline/test_pipeline.py weight_sync/pipeline/test_lanes.py
-    weight_sync/pipeline/test_lane_times.py
-weight_sync/pipeline/slot_turns.py: weight_sync/pipeline/test_slot_turns.py weight_sync/pipeline/test_lanes.py
-    weight_sync/pipeline/test_lane_times.py
-weight_sync/publish/transaction.py: weight_sync/publish/test_transaction.py
-weight_sync/publish/publisher.py: weight_sync/publish/test_publisher.py weight_sync/publish/test_publisher_ranks.py
-    weight_sync/publish/test_publisher_rejoin.py
-weight_sync/publish/rank0.py: weight_sync/publish/test_publisher.py weight_sync/publish/test_publisher_rejoin.py
-weight_sync/replica/receiver.py: weight_sync/replica/test_receiver.py weight_sync/replica/test_receiver_order.py
-    weight_sync/replica/test_recovery.py
-weight_sync/replica/version_state.py: weight_sync/replica/test_version_state.py
-weight_sync/replica/recovery.py: weight_sync/replica/test_recovery.py
-weight_sync/integrity.py: weight_sync/test_integrity.py
-trainer/step/loss.py: trainer/step/test_loss.py
-trainer/step/surrogates.py: trainer/step/test_surrogates.py trainer/step/test_loss.py
-trainer/step/corrections.py: trainer/step/test_corrections.py
-trainer/step/microbatches.py: trainer/step/test_microbatches.py
-trainer/step/optim.py: trainer/step/test_optim.py
-trainer/moe/dispatch.py: trainer/moe/test_moe_block.py trainer/moe/test_moe_pieces.py
-trainer/moe/gathered.py: trainer/moe/test_moe_block.py trainer/moe/test_gathered.py
-trainer/moe/routed.py: trainer/moe/test_moe_block.py trainer/moe/test_moe_pieces.py trainer/moe/test_lora_adapters.py
-trainer/moe/router.py: trainer/moe/test_moe_block.py trainer/moe/test_moe_pieces.py
-weight_sync/merging/rounding.py: trainer/test_rounding.py
-weight_sync/merging/merge.py: trainer/weights/test_merge.py
-trainer/weights/block_scales.py: trainer/weights/test_block_scales.py
-trainer/weights/stored_adapter.py: trainer/weights/test_stored_adapter.py
-orchestrator/loop/buffer.py: orchestrator/loop/test_buffer.py
-orchestrator/loop/advantages.py: orchestrator/loop/test_advantages.py
-orchestrator/loop/samples.py: orchestrator/loop/test_advantages.py orchestrator/loop/test_distillation.py
-orchestrator/loop/publication.py: orchestrator/loop/test_publication.py
-orchestrator/checkpoints/run_checkpoint.py: orchestrator/checkpoints/test_run_checkpoint.py
-    orchestrator/checkpoints/test_fingerprint.py
-orchestrator/checkpoints/manifest.py: orchestrator/checkpoints/test_run_checkpoint.py
-rollout/agents/token_tree.py: rollout/agents/test_token_tree.py
-rollout/agents/episode.py: rollout/agents/test_episode.py
-rollout/branches.py: rollout/test_branches.py
-rollout/text/chat_template.py: rollout/test_chat_template.py orchestrator/data/test_prompts.py
-rollout/text/ends.py: rollout/test_ends.py
-rollout/text/messages.py: rollout/test_messages.py
-rollout/text/plain_template.py: rollout/test_chat_template.py
-rollout/text/plain_text.py: rollout/test_plain_text.py
-fleet/supervisor.py: fleet/test_supervisor.py fleet/test_supervisor_restart.py
-fleet/starts.py: fleet/test_supervisor_restart.py fleet/test_supervisor_recovery.py
-fleet/scaling.py: fleet/test_coming_and_going.py fleet/test_following.py
-fleet/roster.py: fleet/test_supervisor.py fleet/test_supervisor_restart.py fleet/test_coming_and_going.py
-fleet/router.py: fleet/test_router.py
-"""
-MODULES = {
-    module: tests.split()
-    for module, tests in (line.split(": ") for line in _TABLE.replace("\n    ", " ").strip().splitlines())
+MODULES: dict[str, tuple[str, ...]] = {
+    "conf/failures.py": ("conf/test_failures.py",),
+    "weight_sync/plan/plan.py": ("weight_sync/plan",),
+    "weight_sync/plan/proof.py": ("weight_sync/plan",),
+    "weight_sync/plan/proof_rows.py": ("weight_sync/plan",),
+    "weight_sync/plan/schedule.py": ("weight_sync/plan",),
+    "weight_sync/pipeline/pipeline.py": (
+        "weight_sync/pipeline/test_pipeline.py",
+        "weight_sync/pipeline/test_lanes.py",
+        "weight_sync/pipeline/test_lane_times.py",
+    ),
+    "weight_sync/pipeline/lanes.py": (
+        "weight_sync/pipeline/test_pipeline.py",
+        "weight_sync/pipeline/test_lanes.py",
+        "weight_sync/pipeline/test_lane_times.py",
+    ),
+    "weight_sync/pipeline/slot_turns.py": (
+        "weight_sync/pipeline/test_slot_turns.py",
+        "weight_sync/pipeline/test_lanes.py",
+        "weight_sync/pipeline/test_lane_times.py",
+    ),
+    "weight_sync/publish/transaction.py": ("weight_sync/publish/test_transaction.py",),
+    "weight_sync/publish/publisher.py": (
+        "weight_sync/publish/test_publisher.py",
+        "weight_sync/publish/test_publisher_ranks.py",
+        "weight_sync/publish/test_publisher_rejoin.py",
+    ),
+    "weight_sync/publish/rank0.py": (
+        "weight_sync/publish/test_publisher.py",
+        "weight_sync/publish/test_publisher_rejoin.py",
+    ),
+    "weight_sync/replica/receiver.py": (
+        "weight_sync/replica/test_receiver.py",
+        "weight_sync/replica/test_receiver_order.py",
+        "weight_sync/replica/test_recovery.py",
+    ),
+    "weight_sync/replica/version_state.py": ("weight_sync/replica/test_version_state.py",),
+    "weight_sync/replica/recovery.py": ("weight_sync/replica/test_recovery.py",),
+    "weight_sync/integrity.py": ("weight_sync/test_integrity.py",),
+    "trainer/step/loss.py": ("trainer/step/test_loss.py",),
+    "trainer/step/surrogates.py": ("trainer/step/test_surrogates.py", "trainer/step/test_loss.py"),
+    "trainer/step/corrections.py": ("trainer/step/test_corrections.py",),
+    "trainer/step/microbatches.py": ("trainer/step/test_microbatches.py",),
+    "trainer/step/optim.py": ("trainer/step/test_optim.py",),
+    "trainer/moe/dispatch.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
+    "trainer/moe/gathered.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_gathered.py"),
+    "trainer/moe/routed.py": (
+        "trainer/moe/test_moe_block.py",
+        "trainer/moe/test_moe_pieces.py",
+        "trainer/moe/test_lora_adapters.py",
+    ),
+    "trainer/moe/router.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
+    "weight_sync/merging/rounding.py": ("trainer/test_rounding.py",),
+    "weight_sync/merging/merge.py": ("trainer/weights/test_merge.py",),
+    "trainer/weights/block_scales.py": ("trainer/weights/test_block_scales.py",),
+    "trainer/weights/stored_adapter.py": ("trainer/weights/test_stored_adapter.py",),
+    "orchestrator/loop/buffer.py": ("orchestrator/loop/test_buffer.py",),
+    "orchestrator/loop/advantages.py": ("orchestrator/loop/test_advantages.py",),
+    "orchestrator/loop/samples.py": ("orchestrator/loop/test_advantages.py", "orchestrator/loop/test_distillation.py"),
+    "orchestrator/loop/publication.py": ("orchestrator/loop/test_publication.py",),
+    "orchestrator/checkpoints/run_checkpoint.py": (
+        "orchestrator/checkpoints/test_run_checkpoint.py",
+        "orchestrator/checkpoints/test_fingerprint.py",
+    ),
+    "orchestrator/checkpoints/manifest.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
+    "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py",),
+    "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),
+    "rollout/branches.py": ("rollout/test_branches.py",),
+    "rollout/text/chat_template.py": ("rollout/test_chat_template.py", "orchestrator/data/test_prompts.py"),
+    "rollout/text/ends.py": ("rollout/test_ends.py",),
+    "rollout/text/messages.py": ("rollout/test_messages.py",),
+    "rollout/text/plain_template.py": ("rollout/test_chat_template.py",),
+    "rollout/text/plain_text.py": ("rollout/test_plain_text.py",),
+    "fleet/supervisor.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_restart.py"),
+    "fleet/starts.py": ("fleet/test_supervisor_restart.py", "fleet/test_supervisor_recovery.py"),
+    "fleet/scaling.py": ("fleet/test_coming_and_going.py", "fleet/test_following.py"),
+    "fleet/roster.py": (
+        "fleet/test_supervisor.py",
+        "fleet/test_supervisor_restart.py",
+        "fleet/test_coming_and_going.py",
+    ),
+    "fleet/router.py": ("fleet/test_router.py",),
 }
 """Module -> its own tests, below tests/unit."""
 

@@ -32,18 +32,29 @@ def _verl(case: Case, tensors: dict[str, Tensor]) -> Tensor:
     options = case.options
     dual_clip = options.get("dual_clip", 1e9)
     config = ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=options.get("clip_low", 0.2),
-        clip_ratio_high=options.get("clip_high", 0.28), clip_ratio_c=dual_clip, tau_pos=1.0, tau_neg=1.05,
-    )  # fmt: skip
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=options.get("clip_low", 0.2),
+        clip_ratio_high=options.get("clip_high", 0.28),
+        clip_ratio_c=dual_clip,
+        tau_pos=1.0,
+        tau_neg=1.05,
+    )
     mode = AGGREGATION[options.get("normalization", "token")]
     function = core_algos.get_policy_loss_fn(case.function)
     weights = None
     if "correction_max" in options:
         weights = (tensors["old"] - tensors["rollout"]).exp().clamp(max=options["correction_max"])
     loss, _ = function(
-        tensors["old"], tensors["logprobs"], tensors["advantages"], tensors["mask"], loss_agg_mode=mode, config=config,
+        tensors["old"],
+        tensors["logprobs"],
+        tensors["advantages"],
+        tensors["mask"],
+        loss_agg_mode=mode,
+        config=config,
         rollout_is_weights=weights,
-    )  # fmt: skip
+    )
     if options.get("entropy_coef"):
         loss = loss - options["entropy_coef"] * core_algos.agg_loss(tensors["entropy"], tensors["mask"], mode)
     if options.get("kl_coef"):
@@ -60,27 +71,43 @@ def _trl(case: Case, tensors: dict[str, Tensor]) -> Tensor:
     high = options.get("clip_high", 0.28)
     clips_weight = case.function == "cispo"  # its epsilon_high is the bound itself
     trainer = SimpleNamespace(
-        loss_type=case.function, importance_sampling_level="sequence" if options.get("loss") == "gspo" else "token",
-        beta=options.get("kl_coef", 0.0), epsilon_low=options.get("clip_low", 0.2),
-        epsilon_high=1.0 + high if clips_weight else high, entropy_coef=options.get("entropy_coef", 0.0),
-        _entropy_bonus_enabled=bool(options.get("entropy_coef")), use_adaptive_entropy=False, aux_loss_enabled=False,
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, current_gradient_accumulation_steps=1,
-        max_completion_length=LONGEST, model=SimpleNamespace(training=True),
+        loss_type=case.function,
+        importance_sampling_level="sequence" if options.get("loss") == "gspo" else "token",
+        beta=options.get("kl_coef", 0.0),
+        epsilon_low=options.get("clip_low", 0.2),
+        epsilon_high=1.0 + high if clips_weight else high,
+        entropy_coef=options.get("entropy_coef", 0.0),
+        _entropy_bonus_enabled=bool(options.get("entropy_coef")),
+        use_adaptive_entropy=False,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=LONGEST,
+        model=SimpleNamespace(training=True),
         args=SimpleNamespace(
-            delta=None, use_bias_correction_kl=False, steps_per_generation=1, sapo_temperature_pos=1.0,
+            delta=None,
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
         ),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, sync_gradients=True),
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (tensors["logprobs"], tensors["entropy"], None),
-    )  # fmt: skip
+    )
     ids = torch.zeros(len(LENGTHS), 1, dtype=torch.int64)
     batch: dict[str, Any] = {
-        "prompt_ids": ids, "prompt_mask": ids, "completion_ids": tensors["mask"].long(),
-        "completion_mask": tensors["mask"], "advantages": tensors["advantages"][:, 0],
-        "old_per_token_logps": tensors["old"], "ref_per_token_logps": tensors["ref"],
+        "prompt_ids": ids,
+        "prompt_mask": ids,
+        "completion_ids": tensors["mask"].long(),
+        "completion_mask": tensors["mask"],
+        "advantages": tensors["advantages"][:, 0],
+        "old_per_token_logps": tensors["old"],
+        "ref_per_token_logps": tensors["ref"],
         "num_items_in_batch": tensors["mask"].sum(),
-    }  # fmt: skip
+    }
     return GRPOTrainer._compute_loss(trainer, None, batch)
 
 
@@ -101,11 +128,18 @@ def their_dpo(beta: float) -> tuple[Tensor, Tensor]:
     )
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=False),
-        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x), beta=beta,
-        loss_types=["sigmoid"], loss_weights=[1.0], f_divergence_type="reverse_kl", precompute_ref_logps=True,
-        ld_alpha=None, use_weighting=False, aux_loss_enabled=False, _total_train_tokens=0,
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        beta=beta,
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        f_divergence_type="reverse_kl",
+        precompute_ref_logps=True,
+        ld_alpha=None,
+        use_weighting=False,
+        aux_loss_enabled=False,
+        _total_train_tokens=0,
         _metrics=defaultdict(lambda: defaultdict(list)),
-    )  # fmt: skip
+    )
     ref_chosen, ref_rejected = ref_S.chunk(2)
     batch = {
         "input_ids": prompted_SL,

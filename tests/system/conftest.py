@@ -115,10 +115,14 @@ def command(words: list[str], folder: Path, module: str = "slipstream.orchestrat
     if not any(word.startswith(("cluster.ray_address=", "cluster.dashboard")) for word in words):
         words = ["cluster.dashboard=false", *words]
     return [
-        sys.executable, "-m", module, "train",
+        sys.executable,
+        "-m",
+        module,
+        "train",
         *([] if any(word.startswith("experiment=") for word in words) else ["experiment=quickstart"]),
-        f"run.dir={folder}", *words,
-    ]  # fmt: skip
+        f"run.dir={folder}",
+        *words,
+    ]
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,32 @@ from slipstream.weight_sync.transport.base import Transport
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 PAIRS = [
-    (StepTrainer, FakeTrainer), (PublishingTrainer, FakeTrainer), (PublishingTrainer, RayTrainerGroup),
-    (TaughtTrainer, FakeTrainer), (TaughtTrainer, RayTrainerGroup), (RolloutHandle, FakeWorker),
-    (RolloutHandle, RayRolloutWorker), (WorkerVerbs, RolloutWorker), (EngineWithSlots, VllmEngine),
-    (Prompts, FakePrompts), (Prompts, Shuffled), (Prompts, Streamed), (Prompts, Mixed), (Prompts, Middling),
-    (Rewards, FakeRewards), (Rewards, RewardRunner), (Transport, MemoryTransport), (Transport, MooncakeTransport),
-    (WeightSource, DictSource), (WeightSource, TrainerWeightSource), (WeightSource, AdapterSource),
-    (ReplicaVerbs, ReplicaEndpoint), (ReplicaHandler, PlainEngine), (ReplicaHandler, BaseReplica),
+    (StepTrainer, FakeTrainer),
+    (PublishingTrainer, FakeTrainer),
+    (PublishingTrainer, RayTrainerGroup),
+    (TaughtTrainer, FakeTrainer),
+    (TaughtTrainer, RayTrainerGroup),
+    (RolloutHandle, FakeWorker),
+    (RolloutHandle, RayRolloutWorker),
+    (WorkerVerbs, RolloutWorker),
+    (EngineWithSlots, VllmEngine),
+    (Prompts, FakePrompts),
+    (Prompts, Shuffled),
+    (Prompts, Streamed),
+    (Prompts, Mixed),
+    (Prompts, Middling),
+    (Rewards, FakeRewards),
+    (Rewards, RewardRunner),
+    (Transport, MemoryTransport),
+    (Transport, MooncakeTransport),
+    (WeightSource, DictSource),
+    (WeightSource, TrainerWeightSource),
+    (WeightSource, AdapterSource),
+    (ReplicaVerbs, ReplicaEndpoint),
+    (ReplicaHandler, PlainEngine),
+    (ReplicaHandler, BaseReplica),
     (ReplicaHandler, AdapterReplica),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("protocol", "cls"), PAIRS, ids=lambda cls: cls.__name__)

@@ -47,10 +47,14 @@ def test_a_solved_row_before_the_question_has_the_right_answer_in_the_form_that_
 @pytest.mark.parametrize(
     ("response", "worth"),
     [
-        ("12 + 30 = 42. Answer: 42", 1.0), ("Answer: **42**", 1.0), ("Answer: 41. No: Answer: 42", 1.0),
-        ("Answer: 42. Answer: 7", 0.1), ("Answer: forty-two", 0.0), ("42", 0.0),
+        ("12 + 30 = 42. Answer: 42", 1.0),
+        ("Answer: **42**", 1.0),
+        ("Answer: 41. No: Answer: 42", 1.0),
+        ("Answer: 42. Answer: 7", 0.1),
+        ("Answer: forty-two", 0.0),
+        ("42", 0.0),
     ],
-)  # fmt: skip
+)
 def test_the_reward_reads_the_last_answer(response: str, worth: float) -> None:
     assert answer([], response, {"answer": "42"}) == pytest.approx(worth)
 

@@ -83,10 +83,15 @@ def test_every_choice_that_no_experiment_makes_composes(group: str, choice: str)
 def test_overrides_reach_the_typed_config() -> None:
     config = load_run_config(
         [
-            QUICKSTART, "run.seed=7", "trainer=full", "trainer.optim.betas=[0.8,0.9]", "weight_sync.transport=tcp",
-            "model.hf_config.rope_theta=5000.0", "run.resume=null",
+            QUICKSTART,
+            "run.seed=7",
+            "trainer=full",
+            "trainer.optim.betas=[0.8,0.9]",
+            "weight_sync.transport=tcp",
+            "model.hf_config.rope_theta=5000.0",
+            "run.resume=null",
         ]
-    )  # fmt: skip
+    )
     assert config.run.seed == 7
     assert config.trainer.mode is TrainMode.full
     assert config.trainer.optim.betas == (0.8, 0.9)

@@ -19,10 +19,18 @@ async def both_ends(max_bytes: int = 1 << 20) -> tuple[Channel, Channel]:
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, -1, 1 << 64, -(10**300), 0.1, float("inf"), "\ud800 a lone surrogate", b"\xff",
+        None,
+        True,
+        -1,
+        1 << 64,
+        -(10**300),
+        0.1,
+        float("inf"),
+        "\ud800 a lone surrogate",
+        b"\xff",
         {"a": [1, {"b": None}]},
     ],
-)  # fmt: skip
+)
 async def test_values_arrive_as_they_were(value: Any) -> None:
     here, there = await both_ends()
     here.send([7, value])

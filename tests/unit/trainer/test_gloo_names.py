@@ -14,10 +14,19 @@ from slipstream.trainer.weights.shards import gather_lora_a, sharded_lora_a
 from slipstream.weight_sync.publish.collectives import Meeting
 
 SHORT = {
-    "_allgather_base_": "ALLGATHER", "_reduce_scatter_base_": "ALLREDUCE", "allgather_": "ALLGATHER",
-    "allreduce_": "ALLREDUCE", "alltoall_base_": "ALLTOALL", "barrier": "BARRIER", "broadcast_": "BROADCAST",
-    "gather_": "GATHER", "recv_": "no worker", "reduce_": "REDUCE", "scatter_": "SCATTER", "send": "no worker",
-}  # fmt: skip
+    "_allgather_base_": "ALLGATHER",
+    "_reduce_scatter_base_": "ALLREDUCE",
+    "allgather_": "ALLGATHER",
+    "allreduce_": "ALLREDUCE",
+    "alltoall_base_": "ALLTOALL",
+    "barrier": "BARRIER",
+    "broadcast_": "BROADCAST",
+    "gather_": "GATHER",
+    "recv_": "no worker",
+    "reduce_": "REDUCE",
+    "scatter_": "SCATTER",
+    "send": "no worker",
+}
 """Operators of c10d, and what ProcessGroupGloo calls them (opTypeToString). One that is missing here has a longer name,
 as allgather_into_tensor_coalesced_ has, or nobody has looked yet."""
 CASES = [(2, TrainMode.lora), (1, TrainMode.full)]

@@ -21,12 +21,17 @@ NEUTRAL = {
 }
 """Fields of transformers' classes that change no logit: names, tokens, sizes of a cache, losses of their training."""
 NEUTRAL_HERE = {
-    "qwen2": {"max_window_layers", "sliding_window"}, "qwen2_moe": {"max_window_layers", "sliding_window"},
-    "qwen3": {"max_window_layers", "sliding_window"}, "qwen3_moe": {"sliding_window"},
-    "deepseek_v3": {"head_dim", "qk_head_dim"}, "deepseek_v32": {"head_dim", "qk_head_dim"},
-    "glm_moe_dsa": {"head_dim", "qk_head_dim"}, "glm4_moe_lite": {"qk_head_dim"},
+    "qwen2": {"max_window_layers", "sliding_window"},  # use_sliding_window is refused, without which they do nothing
+    "qwen2_moe": {"max_window_layers", "sliding_window"},
+    "qwen3": {"max_window_layers", "sliding_window"},
+    "qwen3_moe": {"sliding_window"},
+    "deepseek_v3": {"head_dim", "qk_head_dim"},  # computed from other fields
+    "deepseek_v32": {"head_dim", "qk_head_dim"},
+    "glm_moe_dsa": {"head_dim", "qk_head_dim"},
+    "glm4_moe_lite": {"qk_head_dim"},
+    # of embeddings that each layer adds, and of layers with keys of another, which are refused
     "gemma4_text": {"vocab_size_per_layer_input", "use_double_wide_mlp"},
-}  # fmt: skip
+}
 
 
 def written(config: dict[str, Any]) -> dict[str, Any]:

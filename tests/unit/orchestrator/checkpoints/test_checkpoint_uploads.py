@@ -205,13 +205,18 @@ def fill(folder: Path, options: JsonObject, place: bytes, steps: Mapping[int, bo
 @pytest.mark.parametrize(
     ("here", "there", "step", "place"),
     [
-        ({}, {1: True, 3: True}, 3, b"there"), ({2: True}, {1: True, 3: True, 4: True}, 4, b"there"),
-        ({2: True}, {3: True}, 3, b"there"), ({3: True}, {3: True}, 3, b"here"),
-        ({3: True, 4: False}, {3: True}, 3, b"here"), ({4: True}, {3: True}, 4, b"here"),
-        ({2: True, 3: False}, {3: True}, 3, b"there"), ({}, {1: True, 2: True, 3: False}, 2, b"there"),
-        ({2: True}, {1: True, 3: False}, 2, b"here"), ({}, {1: False}, None, b""),
+        ({}, {1: True, 3: True}, 3, b"there"),
+        ({2: True}, {1: True, 3: True, 4: True}, 4, b"there"),
+        ({2: True}, {3: True}, 3, b"there"),
+        ({3: True}, {3: True}, 3, b"here"),
+        ({3: True, 4: False}, {3: True}, 3, b"here"),
+        ({4: True}, {3: True}, 4, b"here"),
+        ({2: True, 3: False}, {3: True}, 3, b"there"),
+        ({}, {1: True, 2: True, 3: False}, 2, b"there"),
+        ({2: True}, {1: True, 3: False}, 2, b"here"),
+        ({}, {1: False}, None, b""),
     ],
-)  # fmt: skip
+)
 def test_a_resume_goes_on_from_the_newest_whole_checkpoint_of_both_places(
     here: dict[int, bool], there: dict[int, bool], step: int | None, place: bytes,
     remote: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

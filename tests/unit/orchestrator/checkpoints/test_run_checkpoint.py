@@ -140,9 +140,18 @@ def test_every_field_of_a_waiting_group_comes_back(tmp_path: Path, dtype: type) 
     routes = Routes(np.arange(24, dtype=dtype).reshape(3, 4, 2), np.array([True, False, True]))
     turn = Turn(0, [9], 1, "fork", "more", "so", routes)
     rollout = Rollout(
-        [5, 6], [-0.1, -0.2], [3, 4], "so", "length", 2, routes, (Turn(None, [1], 1, "start"), turn), "raised", 2.5,
+        [5, 6],
+        [-0.1, -0.2],
+        [3, 4],
+        "so",
+        "length",
+        2,
+        routes,
+        (Turn(None, [1], 1, "start"), turn),
+        "raised",
+        2.5,
         [-1.0, -2.0],
-    )  # fmt: skip
+    )
     prompt = Prompt(3, (1, 2), "k =", {"lines": ["a"]}, [{"role": "user", "content": "k ="}])
     group = Group(prompt, [rollout], [0.5], [{"math": 0.25}], ["42"])
     for value in (turn, rollout, prompt, group):

@@ -160,12 +160,16 @@ def test_a_run_that_saved_nothing_says_so(run: Path) -> None:
 
 def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
     config, weights = eval_config(
-        run, None, "newest",
+        run,
+        None,
+        "newest",
         [
-            "data.eval_path=null", "data.eval_sets.hard=x.jsonl", "run.eval_samples_per_prompt=2",
+            "data.eval_path=null",
+            "data.eval_sets.hard=x.jsonl",
+            "run.eval_samples_per_prompt=2",
             "rollout.eval.temperature=0.5",
         ],
-    )  # fmt: skip
+    )
     folder = run / "evals" / "one"
     folder.mkdir(parents=True)
     (run / "evals" / "two").mkdir()

@@ -108,10 +108,21 @@ def test_defaults_of_push_are_declared_once_and_shown(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "command",
     [
-        "train", "resume", "eval", "merge", "stop", "launch", "plan", "parity", "push", "record", "doctor", "status",
+        "train",
+        "resume",
+        "eval",
+        "merge",
+        "stop",
+        "launch",
+        "plan",
+        "parity",
+        "push",
+        "record",
+        "doctor",
+        "status",
         "recover",
     ],
-)  # fmt: skip
+)
 def test_every_flag_of_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
@@ -124,9 +135,13 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter that sees this source tree."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
         check=False,
-    )  # fmt: skip
+    )
 
 
 BLOCK = """

@@ -92,8 +92,12 @@ def test_a_background_job_that_ignores_interrupts_can_be_wound_down() -> None:
     )
     done = subprocess.run(
         ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     said = "2 wound down\n2 130\n15 wound down\n15 143\n1 wound down\n1 129\n"
     assert (done.returncode, done.stdout[-len(said) :]) == (0, said), done.stderr
 

@@ -33,8 +33,12 @@ ROWS = st.lists(
 def step(number: int, **changed: float | None) -> dict[str, Any]:
     """A quiet step: 2000 tokens in 2 s on 4 GPUs, so 250 tokens per second and GPU."""
     row = {
-        "step/gpus": 4.0, "step/total_s": 2.0, "step/between_s": 0.0, "trainer/num_tokens": 2000, "rollout/wait_s": 0.5,
-    }  # fmt: skip
+        "step/gpus": 4.0,
+        "step/total_s": 2.0,
+        "step/between_s": 0.0,
+        "trainer/num_tokens": 2000,
+        "rollout/wait_s": 0.5,
+    }
     return row | {"step": number, "sync/total_s": 0.1} | {name.replace("__", "/"): v for name, v in changed.items()}
 
 

@@ -66,12 +66,17 @@ def test_parity_figures_of_ranks_are_those_of_all_their_tokens() -> None:
 def test_every_figure_of_a_loss_is_by_tokens_or_by_sequences_of_all_ranks() -> None:
     """8 and 2 tokens, of which 1 and 1 are stale, in 5 sequences."""
     names = {
-        "loss/total_sum": (0.25, 0.5, 0.75), "loss/policy_sum": (1.0, 2.5, 3.5), "kl/ref_k3_sum": (1.0, 2.0, 0.3),
-        "policy/ratio_sum": (7.0, 2.0, 0.9), "correction/num_truncated": (3.0, 1.0, 0.4),
-        "correction/num_masked": (1.0, 0.0, 0.1), "correction/num_truncated_sequences": (1.0, 1.0, 0.4),
-        "correction/num_masked_sequences": (3.0, 0.0, 0.6), "parity/prob_diff_sum": (0.75, 0.25, 1 / 8),
+        "loss/total_sum": (0.25, 0.5, 0.75),
+        "loss/policy_sum": (1.0, 2.5, 3.5),
+        "kl/ref_k3_sum": (1.0, 2.0, 0.3),
+        "policy/ratio_sum": (7.0, 2.0, 0.9),
+        "correction/num_truncated": (3.0, 1.0, 0.4),
+        "correction/num_masked": (1.0, 0.0, 0.1),
+        "correction/num_truncated_sequences": (1.0, 1.0, 0.4),
+        "correction/num_masked_sequences": (3.0, 0.0, 0.6),
+        "parity/prob_diff_sum": (0.75, 0.25, 1 / 8),
         "parity/prob_diff_sum_stale": (0.5, 0.25, 0.75 / 2),
-    }  # fmt: skip
+    }
     ranks = [stats(8, 0.0, num_stale=1), stats(2, 0.0, num_stale=1)]
     for rank, which in zip(ranks, (0, 1), strict=True):
         rank.sums.update({name: values[which] for name, values in names.items()})

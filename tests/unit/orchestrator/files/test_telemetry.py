@@ -41,14 +41,19 @@ def record(step: int, **changes: object) -> StepRecord:
         Rollout([1] * 4, [-1.0] * 4, [0] * 4, "b", "length", num_evictions=3),
     ]
     parts: dict = {
-        "groups": [Group(Prompt(0, (1, 2, 3), "p"), rollouts, [1.0, None])], "staleness_steps": [1],
-        "loss": [stats(4, 0.5), stats(2, 0.2)], "optim": OptimStats(step, 0.7, 1e-3, True),
-        "sync": publish_report(step, [outcome(True), outcome(False, "x")]), "num_ranks": 2,
+        "groups": [Group(Prompt(0, (1, 2, 3), "p"), rollouts, [1.0, None])],
+        "staleness_steps": [1],
+        "loss": [stats(4, 0.5), stats(2, 0.2)],
+        "optim": OptimStats(step, 0.7, 1e-3, True),
+        "sync": publish_report(step, [outcome(True), outcome(False, "x")]),
+        "num_ranks": 2,
         "extra": {
-            "step/total_s": 2.0, "trainer/forward_backward_s": 1.25, "trainer/optimizer_s": 0.25,
+            "step/total_s": 2.0,
+            "trainer/forward_backward_s": 1.25,
+            "trainer/optimizer_s": 0.25,
             "trainer/num_tokens": 12,
         },
-    }  # fmt: skip
+    }
     return StepRecord(step, step, **(parts | changes))
 
 
@@ -151,9 +156,17 @@ def open_telemetry(
     progress = ProgressLine(console or Console(file=StringIO()))
     loggers = [TensorBoardEvents(folder / "tensorboard", after_step=first_step)]
     return Telemetry(
-        RunFolder(folder), num_steps=10, first_step=first_step, progress=progress, gpus=gpus, loggers=loggers,
-        rewards=rewards, evals=evals, samples_per_step=samples_per_step, max_sample_bytes_per_step=1 << 20,
-    )  # fmt: skip
+        RunFolder(folder),
+        num_steps=10,
+        first_step=first_step,
+        progress=progress,
+        gpus=gpus,
+        loggers=loggers,
+        rewards=rewards,
+        evals=evals,
+        samples_per_step=samples_per_step,
+        max_sample_bytes_per_step=1 << 20,
+    )
 
 
 class Gone(StringIO):

@@ -13,9 +13,14 @@ from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.text.messages import Chat
 
 TINY = {
-    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "intermediate_size": 64,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def tiny(**changes: object) -> ModelConfig:

@@ -45,8 +45,13 @@ def rows_of(*words: str) -> PromptRows:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"), [([], Shuffled), (["data.stream=true"], Streamed), (["data.order=middling"], Middling)],
-)  # fmt: skip
+    ("words", "kind"),
+    [
+        ([], Shuffled),
+        (["data.stream=true"], Streamed),
+        (["data.order=middling"], Middling),
+    ],
+)
 def test_options_choose_the_order(
     tmp_path: Path, words: list[str], kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:

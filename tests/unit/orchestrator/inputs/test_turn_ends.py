@@ -120,12 +120,16 @@ class Renders:
 @pytest.mark.parametrize(
     ("ends", "last", "answer", "following", "found"),
     [
-        (["", "</s>", "<user>"], "", "4", "</s><user>", "</s>"), (["</s>", "<user>"], "", "4", "<user>5", "<user>"),
-        (["</s>", "<user>"], "", "4</s>", "<user>5", ""), (["</s>", "<user>"], "", "4</s>\n", "<user>5", ""),
-        (["</s>", "<user>"], "", "4", " </s>", ""), (["", "</s>", "<user>"], "", "4", "", "<user>"),
-        (["", "</s>"], "", "4", "", ""), (["<user>", "user>"], ".", "4", "", ""),
+        (["", "</s>", "<user>"], "", "4", "</s><user>", "</s>"),
+        (["</s>", "<user>"], "", "4", "<user>5", "<user>"),
+        (["</s>", "<user>"], "", "4</s>", "<user>5", ""),
+        (["</s>", "<user>"], "", "4</s>\n", "<user>5", ""),
+        (["</s>", "<user>"], "", "4", " </s>", ""),
+        (["", "</s>", "<user>"], "", "4", "", "<user>"),
+        (["", "</s>"], "", "4", "", ""),
+        (["<user>", "user>"], ".", "4", "", ""),
     ],
-)  # fmt: skip
+)
 def test_an_answer_ends_by_what_follows_or_else_by_the_next_header(ends, last, answer, following, found):
     """A token without a text is no end; where the last turn is closed otherwise than others, no header is known."""
     assert end_after(answer, following, {"role": "assistant"}, Renders(ends, last)) == found

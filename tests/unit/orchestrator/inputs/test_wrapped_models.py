@@ -84,10 +84,14 @@ def stack_experts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "is_stacked"),
     [
-        ("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True), ("gemma3", False), ("gemma4", False),
+        ("qwen3_5", False),
+        ("qwen3_5_moe", False),
+        ("qwen3_5_moe", True),
+        ("gemma3", False),
+        ("gemma4", False),
         ("kimi", False),
     ],
-)  # fmt: skip
+)
 def test_the_language_model_of_a_wrapper_is_what_transformers_loads_of_it(model, is_stacked, tmp_path):
     folder = write_wrapped(model, tmp_path)
     oracle = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

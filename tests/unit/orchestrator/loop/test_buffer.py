@@ -45,9 +45,13 @@ async def claim(buffer: GroupBuffer) -> Ticket | None:
 
 @settings(max_examples=60)
 @given(
-    groups_per_step=st.integers(1, 5), max_staleness_steps=st.integers(0, 3), num_steps=st.integers(1, 8),
-    num_workers=st.integers(1, 20), refused=st.sets(st.integers(0, 7)), seed=st.integers(0, 10_000),
-)  # fmt: skip
+    groups_per_step=st.integers(1, 5),
+    max_staleness_steps=st.integers(0, 3),
+    num_steps=st.integers(1, 8),
+    num_workers=st.integers(1, 20),
+    refused=st.sets(st.integers(0, 7)),
+    seed=st.integers(0, 10_000),
+)
 def test_bound_holds_without_drops_for_any_interleaving(
     groups_per_step: int, max_staleness_steps: int, num_steps: int, num_workers: int, refused: set[int], seed: int
 ) -> None:

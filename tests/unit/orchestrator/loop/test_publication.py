@@ -83,10 +83,14 @@ async def test_the_trainer_meets_restarted_workers_before_it_writes_and_leaves_o
     diary.replicas[1].base_wanted_at = "tcp://base"
     report = await diary.publication(timeout_s=10).run()
     assert diary.calls == [
-        ("hold", True), ("reconnect", 0, "tcp://rollout-0", 80.0, ""), ("fail", 0, "PlanMismatch: another layout"),
-        ("reconnect", 1, "tcp://rollout-1", 80.0 + 3 * 10, "tcp://base"), ("joined", "rollout-1"),
-        ("publish", 80.0, [2, 0], None), ("settle", report.replicas),
-    ]  # fmt: skip
+        ("hold", True),
+        ("reconnect", 0, "tcp://rollout-0", 80.0, ""),
+        ("fail", 0, "PlanMismatch: another layout"),
+        ("reconnect", 1, "tcp://rollout-1", 80.0 + 3 * 10, "tcp://base"),
+        ("joined", "rollout-1"),
+        ("publish", 80.0, [2, 0], None),
+        ("settle", report.replicas),
+    ]
 
 
 async def test_a_lost_trainer_is_an_error_and_no_replicas_fault(diary: Diary) -> None:

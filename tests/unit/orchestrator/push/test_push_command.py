@@ -165,10 +165,17 @@ def test_help_teaches_and_names_every_flag(capsys: pytest.CaptureFixture[str]) -
     flags = (
         *("--start", "--to", "--tp", "--expert-parallel", "--dtype", "--host", "--port", "--ranks", "--threads"),
         *(
-            "--base", "--delta-mib", "--transport", "--watermark-mib", "--timeout-s", "--start-timeout-s", "--log-dir",
-            "--once", "--json",
+            "--base",
+            "--delta-mib",
+            "--transport",
+            "--watermark-mib",
+            "--timeout-s",
+            "--start-timeout-s",
+            "--log-dir",
+            "--once",
+            "--json",
         ),
-    )  # fmt: skip
+    )
     assert main(["push", "--help"]) == 0
     shown = capsys.readouterr().out
     for flag in flags:

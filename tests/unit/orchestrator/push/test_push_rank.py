@@ -22,8 +22,13 @@ from slipstream.weight_sync.typed_msgpack import pack
 
 OPTIONS = RankOptions(
     PushOptions(checkpoint=Path(), start=1, num_threads=1, transport="tcp", watermark_mib=1, timeout_s=5.0),
-    world_size=1, device=Device.cpu.value, host="127.0.0.1", delta_bytes=0, key=bytes(32), rendezvous="",
-)  # fmt: skip
+    world_size=1,
+    device=Device.cpu.value,
+    host="127.0.0.1",
+    delta_bytes=0,
+    key=bytes(32),
+    rendezvous="",
+)
 
 
 @dataclasses.dataclass

@@ -59,10 +59,17 @@ async def test_what_an_agent_raises_fails_the_episode(error: BaseException) -> N
 @pytest.mark.parametrize(
     "message",
     [
-        ["ended"], ["ended", 1], ["ended", math.nan], ["ended", 0.5, 1], ["failed", "blocked", "r", "p"],
-        ["failed", "raised", "r"], ["failed", "raised", "r", 3], ["over", 0.5], [],
+        ["ended"],
+        ["ended", 1],
+        ["ended", math.nan],
+        ["ended", 0.5, 1],
+        ["failed", "blocked", "r", "p"],
+        ["failed", "raised", "r"],
+        ["failed", "raised", "r", 3],
+        ["over", 0.5],
+        [],
     ],
-)  # fmt: skip
+)
 def test_anything_else_is_no_outcome(message: list[Any]) -> None:
     assert _outcome(message) is None
 

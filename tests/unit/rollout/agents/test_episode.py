@@ -153,10 +153,14 @@ async def test_a_later_turn_has_the_room_that_the_whole_conversation_leaves() ->
 @pytest.mark.parametrize(
     ("limits", "asked", "most"),
     [
-        ((9, 100, 50, 30), None, 30 - 5), ((9, 100, 20, 30), None, 20), ((9, 15, 20, 30), None, 15),
-        ((9, 100, 50, 30), 7, 7), ((9, 15, 20, 30), 99, 15), ((9, 100, 20, 30), 99, 20),
+        ((9, 100, 50, 30), None, 30 - 5),
+        ((9, 100, 20, 30), None, 20),
+        ((9, 15, 20, 30), None, 15),
+        ((9, 100, 50, 30), 7, 7),
+        ((9, 15, 20, 30), 99, 15),
+        ((9, 100, 20, 30), 99, 20),
     ],
-)  # fmt: skip
+)
 async def test_a_turn_may_sample_what_the_narrowest_limit_leaves(limits, asked: int | None, most: int) -> None:
     table = Table(Limits(*limits))
     await table.episode.complete("01234", max_tokens=asked)

@@ -272,10 +272,15 @@ def test_columns_of_a_prompt_file_are_needed(template: Path):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("3", 3.0), ("0", 0.0), ("1.5", 1.5), ("-3", 0.0), ("soon", 0.0), ("", 0.0),
+        ("3", 3.0),
+        ("0", 0.0),
+        ("1.5", 1.5),
+        ("-3", 0.0),
+        ("soon", 0.0),
+        ("", 0.0),
         ("Tue, 1 Jan 2019 00:00:00 GMT", 0.0),
     ],
-)  # fmt: skip
+)
 def test_retry_after_has_seconds(value: str, expected: float):
     assert retry_after_s(httpx.Headers({"retry-after": value})) == expected
 

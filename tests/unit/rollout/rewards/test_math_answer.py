@@ -7,12 +7,21 @@ from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.types import Prompt, Rollout
 
 CASES = [
-    ("42", "so the answer is \\boxed{42}", 1.0), ("42", "\\boxed{41}. Let me check that again. It is \\boxed{42}", 1.0),
-    ("42", "42 it is not: \\boxed{41}", 0.0), ("42", "I do not know", 0.0), ("42", "", 0.0), (42, "\\boxed{42.0}", 1.0),
-    ("1/2", "\\boxed{\\frac{1}{2}}", 1.0), ("\\frac{1}{2}", "it is 0.5", 1.0), ("x^2+1", "\\boxed{1+x^2}", 1.0),
-    ("x^2+1", "\\boxed{(x+1)^2}", 0.0), ("\\sqrt{8}", "\\boxed{2\\sqrt 2}", 1.0), ("(1,2)", "\\boxed{(1,2)}", 1.0),
-    ("$\\frac{3}{4}$", "\\boxed{0.75}", 1.0), ("A", "\\boxed{A}", 1.0),
-]  # fmt: skip
+    ("42", "so the answer is \\boxed{42}", 1.0),
+    ("42", "\\boxed{41}. Let me check that again. It is \\boxed{42}", 1.0),
+    ("42", "42 it is not: \\boxed{41}", 0.0),
+    ("42", "I do not know", 0.0),
+    ("42", "", 0.0),
+    (42, "\\boxed{42.0}", 1.0),
+    ("1/2", "\\boxed{\\frac{1}{2}}", 1.0),
+    ("\\frac{1}{2}", "it is 0.5", 1.0),
+    ("x^2+1", "\\boxed{1+x^2}", 1.0),
+    ("x^2+1", "\\boxed{(x+1)^2}", 0.0),
+    ("\\sqrt{8}", "\\boxed{2\\sqrt 2}", 1.0),
+    ("(1,2)", "\\boxed{(1,2)}", 1.0),
+    ("$\\frac{3}{4}$", "\\boxed{0.75}", 1.0),
+    ("A", "\\boxed{A}", 1.0),
+]
 
 
 def prompt(answer: object) -> Prompt:

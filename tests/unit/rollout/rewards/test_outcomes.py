@@ -48,14 +48,22 @@ def test_outcomes_arrive_as_they_were_said_and_one_may_be_of_all_responses() -> 
 @pytest.mark.parametrize(
     "message",
     [
-        [[["score", 0.5], ["score", 0.5]], {}], [[["score", 0.5]] * 4, {}], [[], {}],
+        [[["score", 0.5], ["score", 0.5]], {}],  # of three responses
+        [[["score", 0.5]] * 4, {}],
+        [[], {}],
         *([[["score", value, *answer]] * 3, {}] for value in (math.nan, math.inf, -math.inf) for answer in ([], ["a"])),
-        [[["score", 1]] * 3, {}], [[["score", 0.5, "a" * (MAX_ANSWER + 1)]] * 3, {}], [[["score", 0.5, 7]] * 3, {}],
-        [[["score", 0.5], ["score", 0.5], ["died", "r", "p"]], {}], [[["raised", "r"]], {}],
-        [[["raised", "r", "p", "more"]], {}], [[["score", 0.5]], {"requests": "2"}], [[["score", 0.5]]],
-        [[["score", 0.5]], {}, 0], "score",
+        [[["score", 1]] * 3, {}],
+        [[["score", 0.5, "a" * (MAX_ANSWER + 1)]] * 3, {}],
+        [[["score", 0.5, 7]] * 3, {}],
+        [[["score", 0.5], ["score", 0.5], ["died", "r", "p"]], {}],
+        [[["raised", "r"]], {}],
+        [[["raised", "r", "p", "more"]], {}],
+        [[["score", 0.5]], {"requests": "2"}],
+        [[["score", 0.5]]],
+        [[["score", 0.5]], {}, 0],
+        "score",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_answer_about_so_many_responses_is_none(message: Any) -> None:
     assert read_answer(message, 3) is None
     whole = [[["score", 0.5, "a" * MAX_ANSWER]], {}]

@@ -151,8 +151,12 @@ def test_an_update_pauses_first_and_resumes_last_and_a_failed_one_never_resumes(
     engine.start()
     engine.finish()
     assert [path for path, _ in api.calls] == [
-        "/is_paused", "/pause?mode=keep&clear_cache=true", "/start_weight_update", "/finish_weight_update", "/resume",
-    ]  # fmt: skip
+        "/is_paused",
+        "/pause?mode=keep&clear_cache=true",
+        "/start_weight_update",
+        "/finish_weight_update",
+        "/resume",
+    ]
     api.calls.clear()
     api.status = {"/finish_weight_update": 500, "/update_weights": 500}
     with pytest.raises(EngineError, match="/finish_weight_update answered 500"):

@@ -78,11 +78,15 @@ async def test_answers_reach_their_questions_in_any_order(world: World) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ([1, None], "an answer of another kind"), ([7, "x"], "an answer to another question, or to none"),
-        ([0], "an answer to another question, or to none"), ([True, "x"], "it is no answer"),
-        (["1", "x"], "it is no answer"), ([], "it is no answer"), ({"1": 2}, "it is no answer"),
+        ([1, None], "an answer of another kind"),
+        ([7, "x"], "an answer to another question, or to none"),
+        ([0], "an answer to another question, or to none"),
+        ([True, "x"], "it is no answer"),
+        (["1", "x"], "it is no answer"),
+        ([], "it is no answer"),
+        ({"1": 2}, "it is no answer"),
     ],
-)  # fmt: skip
+)
 async def test_whatever_is_no_answer_ends_it(world: World, answer: Any, said: str) -> None:
     asked = [world.ask("a"), world.ask("b")]
     await world.other.receive()

@@ -16,9 +16,14 @@ from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.plan.plan import build_plan
 
 TWO_LAYERS = {
-    **MOE, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "moe_intermediate_size": 768, "num_experts": 128,
-}  # fmt: skip
+    **MOE,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+}
 """Qwen3-30B-A3B's sizes; a layer has 1.21 GB of experts."""
 
 

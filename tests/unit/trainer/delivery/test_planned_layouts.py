@@ -35,10 +35,19 @@ ODD = {**tiny.MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": 
 SEVEN = {**tiny.MOE, "num_experts": 7}
 """Experts that two ep_ranks cannot share evenly."""
 MODELS = {
-    "dense": tiny.DENSE, "moe": tiny.MOE, "mixed": tiny.MIXED, "odd": ODD, "seven": SEVEN, "deepseek": tiny.DEEPSEEK,
-    "qwen3_5_moe": tiny.QWEN3_5_MOE, "qwen3_next": tiny.QWEN3_NEXT, "gpt_oss": tiny.GPT_OSS,
-    "gemma4_moe": tiny.GEMMA4_MOE, "mixtral": tiny.MIXTRAL, "qwen2_moe": tiny.QWEN2_MOE,
-}  # fmt: skip
+    "dense": tiny.DENSE,
+    "moe": tiny.MOE,
+    "mixed": tiny.MIXED,
+    "odd": ODD,
+    "seven": SEVEN,
+    "deepseek": tiny.DEEPSEEK,
+    "qwen3_5_moe": tiny.QWEN3_5_MOE,
+    "qwen3_next": tiny.QWEN3_NEXT,
+    "gpt_oss": tiny.GPT_OSS,
+    "gemma4_moe": tiny.GEMMA4_MOE,
+    "mixtral": tiny.MIXTRAL,
+    "qwen2_moe": tiny.QWEN2_MOE,
+}
 
 
 def sorted_shards(layout: SourceLayout) -> SourceLayout:
@@ -170,8 +179,12 @@ def test_one_rank_holds_what_was_foretold(model, mode):
     assert held == planned.temporary_bytes(Device.cpu)
     memory = planned.memory()
     assert (memory.weights + memory.adapters, memory.gradients, memory.optimizer, memory.whole, whole) == (
-        frozen + trained, trained, 2 * trained, 0, 0,
-    )  # fmt: skip
+        frozen + trained,
+        trained,
+        2 * trained,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("hf_config", [tiny.KIMI_INT4, tiny.GPT_OSS_MXFP4], ids=["int4", "mxfp4"])

@@ -90,10 +90,15 @@ def launch_product(dtype: torch.dtype, num_rows: int, rank: int, *, is_turned: b
 @pytest.mark.parametrize(
     ("dtype", "rank"),
     [
-        (torch.float16, 16), (torch.float16, 64), (torch.float32, 32), (torch.bfloat16, 128), (torch.bfloat16, 256),
-        (torch.bfloat16, MAX_EXPERT_RANK), (torch.float32, MAX_EXPERT_RANK),
+        (torch.float16, 16),
+        (torch.float16, 64),
+        (torch.float32, 32),
+        (torch.bfloat16, 128),
+        (torch.bfloat16, 256),
+        (torch.bfloat16, MAX_EXPERT_RANK),
+        (torch.float32, MAX_EXPERT_RANK),
     ],
-)  # fmt: skip
+)
 def test_every_rank_fits_into_a_blocks_shared_memory(
     launched: dict[str, CompiledKernel], dtype: torch.dtype, rank: int
 ) -> None:

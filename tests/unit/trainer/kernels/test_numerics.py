@@ -190,10 +190,14 @@ def test_the_dense_activation_rounds_once_as_vllms_native_form_or_each_as_its_ke
 
 
 OTHERS = {
-    "norm": Rounding.each, "rotation": Rounding.each, "dense_activation": Rounding.each,
-    "expert_activation": Rounding.once, "router_weights": RouterFormat.model, "router_logits": RouterLogits.float32,
+    "norm": Rounding.each,
+    "rotation": Rounding.each,
+    "dense_activation": Rounding.each,
+    "expert_activation": Rounding.once,
+    "router_weights": RouterFormat.model,
+    "router_logits": RouterLogits.float32,
     "routed_scale": RoutedScale.weights,
-}  # fmt: skip
+}
 NO_EFFECT: dict[str, set[str]] = {
     "dense": {"expert_activation", "router_weights", "router_logits", "routed_scale"},
     "moe": {"dense_activation", "router_logits", "routed_scale"},

@@ -156,5 +156,10 @@ def test_a_size_is_captured_when_it_comes_again_and_old_ones_are_forgotten(monke
     graphs = DecoderGraphs(make_decoder(MOE), 0)
     sizes = [GraphSize(128 * place, 8, 128, None, has_routes=False) for place in (1, 2, 3)]
     assert [graphs._comes_again(sizes[place]) for place in (0, 0, 1, 2, 0, 2)] == [
-        False, True, False, False, False, True,
-    ]  # fmt: skip
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]

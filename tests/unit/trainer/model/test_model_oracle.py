@@ -57,7 +57,11 @@ CONFIGS = tiny.BY_FAMILY | {
         "partial_rotary_factor": 1.0,
     },
     "glm_lite_without_q_lora": {
-        **tiny.GLM_LITE, "q_lora_rank": None, "norm_topk_prob": False, "n_group": 4, "topk_group": 2,
+        **tiny.GLM_LITE,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "n_group": 4,
+        "topk_group": 2,
     },
     "gemma3_one_kv_head_untied": {**tiny.GEMMA3, "num_key_value_heads": 1, "tie_word_embeddings": False},
     "gemma3_rope_parameters": {
@@ -87,7 +91,7 @@ CONFIGS = tiny.BY_FAMILY | {
     "mistral_without_window": {**tiny.MISTRAL, "sliding_window": None},
     "qwen2_moe_normalized": {**tiny.QWEN2_MOE, "norm_topk_prob": True},
     "deepseek_two_shared": {**tiny.DEEPSEEK, "n_shared_experts": 2},
-}  # fmt: skip
+}
 FULL = trainer_config(TrainMode.full, train_router=True)
 
 
@@ -182,33 +186,47 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        (tiny.MISTRAL, {"sliding_window": 5}), (tiny.MISTRAL, {"sliding_window": None}),
-        (tiny.MIXTRAL, {"rope_theta": 10000.0}), (tiny.QWEN2_MOE, {"norm_topk_prob": True}),
-        (tiny.QWEN2_MOE, {"mlp_only_layers": [2]}), (tiny.LLAMA, {"rope_scaling": None}),
+        (tiny.MISTRAL, {"sliding_window": 5}),
+        (tiny.MISTRAL, {"sliding_window": None}),
+        (tiny.MIXTRAL, {"rope_theta": 10000.0}),
+        (tiny.QWEN2_MOE, {"norm_topk_prob": True}),
+        (tiny.QWEN2_MOE, {"mlp_only_layers": [2]}),
+        (tiny.LLAMA, {"rope_scaling": None}),
         (tiny.LLAMA, {"rope_scaling": {**tiny.LLAMA["rope_scaling"], "low_freq_factor": 2.0}}),
-        (tiny.GLM, {"partial_rotary_factor": 1.0}), (tiny.GLM, {"n_shared_experts": 0}),
-        (tiny.GLM, {"use_qk_norm": False}), (tiny.GLM_LITE, {"routed_scaling_factor": 1.0}),
-        (tiny.GLM_LITE, {"n_shared_experts": 0}), (tiny.GLM_LITE, {"rope_theta": 10000.0}),
+        (tiny.GLM, {"partial_rotary_factor": 1.0}),
+        (tiny.GLM, {"n_shared_experts": 0}),
+        (tiny.GLM, {"use_qk_norm": False}),
+        (tiny.GLM_LITE, {"routed_scaling_factor": 1.0}),
+        (tiny.GLM_LITE, {"n_shared_experts": 0}),
+        (tiny.GLM_LITE, {"rope_theta": 10000.0}),
         (tiny.DEEPSEEK_V32, {"index_topk": 6}),
         (tiny.DEEPSEEK_V32, {"model_type": "glm_moe_dsa", "indexer_rope_interleave": True}),
         (tiny.GLM_DSA, {"model_type": "deepseek_v32", "indexer_rope_interleave": False}),
         (tiny.GLM_DSA, {"norm_topk_prob": False}),
         (tiny.QWEN3_NEXT, {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}),
-        (tiny.QWEN3_NEXT, {"norm_topk_prob": False}), (tiny.QWEN3_NEXT, {"partial_rotary_factor": 0.5}),
+        (tiny.QWEN3_NEXT, {"norm_topk_prob": False}),
+        (tiny.QWEN3_NEXT, {"partial_rotary_factor": 0.5}),
         (tiny.QWEN3_5_MOE, {"rope_parameters": {"rope_theta": 1e4}}),
         (tiny.QWEN3_5_MOE, {"linear_num_key_heads": 4, "linear_key_head_dim": 6}),
-        (tiny.GEMMA3, {"query_pre_attn_scalar": 20}), (tiny.GEMMA3, {"layer_types": ["sliding_attention"] * 3}),
-        (tiny.GEMMA3, {"sliding_window": 5}), (tiny.GEMMA3, {"rope_local_base_freq": 1e6}),
-        (tiny.GEMMA3, {"rope_scaling": None}), (tiny.GEMMA4, {"final_logit_softcapping": 3.0}),
-        (tiny.GEMMA4, {"sliding_window": 5}), (tiny.GEMMA4_MOE, {"top_k_experts": 2}),
+        (tiny.GEMMA3, {"query_pre_attn_scalar": 20}),
+        (tiny.GEMMA3, {"layer_types": ["sliding_attention"] * 3}),
+        (tiny.GEMMA3, {"sliding_window": 5}),
+        (tiny.GEMMA3, {"rope_local_base_freq": 1e6}),
+        (tiny.GEMMA3, {"rope_scaling": None}),
+        (tiny.GEMMA4, {"final_logit_softcapping": 3.0}),
+        (tiny.GEMMA4, {"sliding_window": 5}),
+        (tiny.GEMMA4_MOE, {"top_k_experts": 2}),
         (tiny.GEMMA4, {"rope_parameters": {**tiny.GEMMA4["rope_parameters"], "full_attention": {"rope_theta": 5e4}}}),
-        (tiny.MINIMAX, {"rotary_dim": 20}), (tiny.MINIMAX, {"rope_theta": 10000.0}),
-        (tiny.MINIMAX, {"num_experts_per_tok": 2}), (tiny.GLM_LITE, {"norm_topk_prob": False}),
-        (tiny.GPT_OSS, {"sliding_window": 5}), (tiny.GPT_OSS, {"swiglu_limit": 7.0}),
+        (tiny.MINIMAX, {"rotary_dim": 20}),
+        (tiny.MINIMAX, {"rope_theta": 10000.0}),
+        (tiny.MINIMAX, {"num_experts_per_tok": 2}),
+        (tiny.GLM_LITE, {"norm_topk_prob": False}),
+        (tiny.GPT_OSS, {"sliding_window": 5}),
+        (tiny.GPT_OSS, {"swiglu_limit": 7.0}),
         (tiny.GPT_OSS, {"swiglu_alpha": 1.0}),
         (tiny.GPT_OSS, {"rope_scaling": {**tiny.GPT_OSS["rope_scaling"], "truncate": True}}),
     ],
-)  # fmt: skip
+)
 def test_each_other_mistake_is_seen_by_the_oracle(right, wrong):
     batch = packed()
     expected = hf_logits(hf_model(right), batch)

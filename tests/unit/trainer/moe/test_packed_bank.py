@@ -53,7 +53,14 @@ def test_packed_experts_are_plain_experts_of_the_unpacked_values(expert_format):
 def test_rows_that_are_not_whole_groups_are_refused():
     with pytest.raises(ValueError, match=f"not whole groups of {GROUP}"):
         Experts(
-            hidden_size=48, intermediate_size=32, first_expert=0, num_local_experts=2, compute_dtype=torch.bfloat16,
-            weight_dtype=torch.bfloat16, lora=None, device=torch.device("cpu"), expert_format=ExpertFormat.int4,
+            hidden_size=48,
+            intermediate_size=32,
+            first_expert=0,
+            num_local_experts=2,
+            compute_dtype=torch.bfloat16,
+            weight_dtype=torch.bfloat16,
+            lora=None,
+            device=torch.device("cpu"),
+            expert_format=ExpertFormat.int4,
             unpacked=UnpackBuffers(torch.bfloat16),
-        )  # fmt: skip
+        )

@@ -32,11 +32,18 @@ from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.parallel import ParallelLayout
 
 FAMILIES = {
-    "qwen3": MOE, "qwen3_not_renormalized": {**MOE, "norm_topk_prob": False}, "qwen3_with_a_dense_layer": MIXED,
-    "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
-    "deepseek_not_renormalized": {**DEEPSEEK, "norm_topk_prob": False}, "gpt_oss": GPT_OSS, "minimax": MINIMAX,
-    "gemma4_moe": GEMMA4_MOE, "qwen3_next": QWEN3_NEXT,
-}  # fmt: skip
+    "qwen3": MOE,
+    "qwen3_not_renormalized": {**MOE, "norm_topk_prob": False},
+    "qwen3_with_a_dense_layer": MIXED,
+    "glm": GLM,
+    "glm_lite": GLM_LITE,
+    "deepseek": DEEPSEEK,
+    "deepseek_not_renormalized": {**DEEPSEEK, "norm_topk_prob": False},
+    "gpt_oss": GPT_OSS,
+    "minimax": MINIMAX,
+    "gemma4_moe": GEMMA4_MOE,
+    "qwen3_next": QWEN3_NEXT,
+}
 MODES = {
     "lora": trainer_config(),
     "lora_keeping_activations": trainer_config(activations=Activations.keep),

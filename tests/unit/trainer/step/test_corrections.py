@@ -124,11 +124,15 @@ TWO = [Sequence([LN(0.6), LN(0.9)], [LN(0.2), LN(0.6)], 1.0), Sequence([LN(0.1)]
 @pytest.mark.parametrize(
     ("correction", "weights"),
     [
-        (Correction.none, [1.0, 1.0, 1.0]), (Correction.tis, [2.0, 1.5, 0.2]), (Correction.mis, [0.0, 1.5, 0.2]),
-        (Correction.icepop, [3.0, 1.5, 0.0]), (Correction.sequence_tis, [2.0, 2.0, 0.2]),
-        (Correction.sequence_mis, [0.0, 0.0, 0.2]), (Correction.geometric_mis, [0.0, 0.0, 0.0]),
+        (Correction.none, [1.0, 1.0, 1.0]),
+        (Correction.tis, [2.0, 1.5, 0.2]),  # cut at 2
+        (Correction.mis, [0.0, 1.5, 0.2]),  # from 0 to 2
+        (Correction.icepop, [3.0, 1.5, 0.0]),  # from 0.5 to 5
+        (Correction.sequence_tis, [2.0, 2.0, 0.2]),  # cut at 2
+        (Correction.sequence_mis, [0.0, 0.0, 0.2]),  # from 0 to 2
+        (Correction.geometric_mis, [0.0, 0.0, 0.0]),  # from 0.999 to 1.001
     ],
-)  # fmt: skip
+)
 def test_bounds_that_nobody_set_are_those_of_the_methods_source(correction: Correction, weights: list[float]) -> None:
     """One gradient a token: -w A / 3."""
     _, grad = loss_of(TWO, AlgorithmConfig(correction=correction))

@@ -46,9 +46,17 @@ def test_a_rectangle_is_bitwise_the_slice_of_the_whole_stack(data):
     part = torch.empty(base[window].shape[::-1], dtype=dtype).t()  # strided, as a permuted staging slot is
     skipped, place = divmod(first_row, rows)
     merge_rows(
-        base[window], b[window[0]], a[skipped:], 0.7, part, first_row=place, rows_a_factor=rows,
-        first_column=first_column, key=key, stack_row=skipped * rows,
-    )  # fmt: skip
+        base[window],
+        b[window[0]],
+        a[skipped:],
+        0.7,
+        part,
+        first_row=place,
+        rows_a_factor=rows,
+        first_column=first_column,
+        key=key,
+        stack_row=skipped * rows,
+    )
     assert torch.equal(part, whole[window])
 
 

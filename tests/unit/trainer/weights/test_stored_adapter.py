@@ -150,12 +150,22 @@ def test_factors_are_those_that_the_trainer_writes(hf_config: dict[str, Any], lo
 
 
 CHANGES_THE_FUNCTION = {
-    "alora_invocation_tokens": [1, 2], "arrow_config": {"top_k": 3}, "bias": "lora_only", "kasa_config": {"beta": 1e-4},
-    "layer_replication": [[0, 1]], "lora_bias": True, "megatron_config": {"tensor_model_parallel_size": 1},
-    "modules_to_save": ["lm_head"], "monteclora_config": {"num_samples": 8}, "trainable_token_indices": [5],
-    "use_bdlora": {"nblocks": 2}, "use_dora": True, "use_qalora": True, "velora_config": {"num_groups": 64},
+    "alora_invocation_tokens": [1, 2],
+    "arrow_config": {"top_k": 3},
+    "bias": "lora_only",
+    "kasa_config": {"beta": 1e-4},
+    "layer_replication": [[0, 1]],
+    "lora_bias": True,
+    "megatron_config": {"tensor_model_parallel_size": 1},
+    "modules_to_save": ["lm_head"],
+    "monteclora_config": {"num_samples": 8},
+    "trainable_token_indices": [5],
+    "use_bdlora": {"nblocks": 2},
+    "use_dora": True,
+    "use_qalora": True,
+    "velora_config": {"num_groups": 64},
     "a_field_of_a_later_peft": 1,
-}  # fmt: skip
+}
 
 
 def test_every_field_of_peft_is_read_known_to_be_neutral_or_refused() -> None:

@@ -22,9 +22,20 @@ from slipstream.weight_sync.prediction.predict import Prediction, apply_passes, 
 
 PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 SLOW = LinkRates(
-    nic_bytes_s=1e3, nvlink_bytes_s=4e3, hbm_bytes_s=2e4, write_latency_s=0.01, op_s=0.001, load_launch_s=0.005,
-    hand_over_s=0.002, source_begin_s=0.1, replay_s=0.03, begin_s=0.5, commit_s=0.4, barrier_s=0.25, entry_s=0.02,
-)  # fmt: skip
+    nic_bytes_s=1e3,
+    nvlink_bytes_s=4e3,
+    hbm_bytes_s=2e4,
+    write_latency_s=0.01,
+    op_s=0.001,
+    load_launch_s=0.005,
+    hand_over_s=0.002,
+    source_begin_s=0.1,
+    replay_s=0.03,
+    begin_s=0.5,
+    commit_s=0.4,
+    barrier_s=0.25,
+    entry_s=0.02,
+)
 """Rates that suit plans of a few kilobytes."""
 RATES = [field.name for field in dataclasses.fields(LinkRates)]
 STAGING = Staging(watermark_bytes=1 << 11)

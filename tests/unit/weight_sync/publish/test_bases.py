@@ -187,9 +187,17 @@ def test_parts_and_flags_of_ranks_are_one_after_the_other() -> None:
 def test_rounds_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:
     """Three replicas: the first round has the second, the second round the others."""
     summed = (
-        "begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "num_bytes",
+        "begin_s",
+        "idle_s",
+        "mark_s",
+        "prepare_s",
+        "write_s",
+        "verify_s",
+        "commit_s",
+        "total_s",
+        "num_bytes",
         "num_takers",
-    )  # fmt: skip
+    )
 
     def replicas(wave: str) -> tuple[ReplicaReport, ...]:
         return tuple(ReplicaReport(f"{wave} {number}", True) for number in range(3))

@@ -79,9 +79,18 @@ class Setup:
         self.clients = Clients(self.clock, answer_s={0: 1.0, 1: 9.0, 2: 4.0})
         self.book = AddressBook()
         self.transaction = Transaction(
-            self.clients, self.book, ["tcp://a", "tcp://b", "tcp://c"], included, timeout_s=timeout_s, held=held,
-            failed=failed, ahead_s=0.0625, version=7, epoch=3, digest="plan",
-        )  # fmt: skip
+            self.clients,
+            self.book,
+            ["tcp://a", "tcp://b", "tcp://c"],
+            included,
+            timeout_s=timeout_s,
+            held=held,
+            failed=failed,
+            ahead_s=0.0625,
+            version=7,
+            epoch=3,
+            digest="plan",
+        )
 
     def begin(self) -> Alive:
         return asyncio.run(self.transaction.begin(lambda replica: PARAMS))

@@ -138,9 +138,13 @@ def test_a_block_zeroed_before_a_narrower_copy_leaves_fills_around_it():
 
     layout = check(loader, numbered(t=(2, 3)), p=(3, 5))
     assert layout.fills == (
-        Fill("p", 3, 1, 1.5), Fill("p", 4, 1, 0.0), Fill("p", 8, 1, 1.5), Fill("p", 9, 1, 0.0), Fill("p", 10, 4, 1.5),
+        Fill("p", 3, 1, 1.5),
+        Fill("p", 4, 1, 0.0),
+        Fill("p", 8, 1, 1.5),
+        Fill("p", 9, 1, 0.0),
+        Fill("p", 10, 4, 1.5),
         Fill("p", 14, 1, 0.0),
-    )  # fmt: skip
+    )
 
 
 def test_a_constant_set_by_assignment_is_a_fill():
@@ -180,9 +184,13 @@ def test_views_that_split_and_join_dims():
                 params["thin"].data.copy_(weight.view(1, 1, 6).expand(1, 1, 6))
 
     layout = check(
-        loader, numbered(heads=(6, 4), flat=(3, 4), some=(6, 4), thin=(6, 1)), heads=(2, 4, 3), flat=(12,), some=(2, 4),
+        loader,
+        numbered(heads=(6, 4), flat=(3, 4), some=(6, 4), thin=(6, 1)),
+        heads=(2, 4, 3),
+        flat=(12,),
+        some=(2, 4),
         thin=(1, 1, 6),
-    )  # fmt: skip
+    )
     assert len([load for load in layout.loads if load.tensor == "some"]) == 2
 
 

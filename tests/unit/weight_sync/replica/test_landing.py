@@ -49,20 +49,25 @@ def test_elements_go_to_their_places(zone, params):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([3, 0, 64, 16, 2], "no parameter 3"), ([-1, 0, 64, 16, 2], "no parameter -1"),
+        ([3, 0, 64, 16, 2], "no parameter 3"),
+        ([-1, 0, 64, 16, 2], "no parameter -1"),
         ([0, 96, 64, 16, 2], "bytes 96 to 160 cannot be written"),
         ([0, -2, 64, 16, 2], "bytes -2 to 62 cannot be written"),
-        ([0, 31, 64, 16, 2], "bytes 31 to 95 cannot be written"), ([0, 32, 0, 16, 2], "cannot be written"),
-        ([0, 32, 65, 16, 2], "bytes 32 to 97 cannot be written"), ([0, 32, 1 << 40, 16, 2], "cannot be written"),
+        ([0, 31, 64, 16, 2], "bytes 31 to 95 cannot be written"),
+        ([0, 32, 0, 16, 2], "cannot be written"),
+        ([0, 32, 65, 16, 2], "bytes 32 to 97 cannot be written"),
+        ([0, 32, 1 << 40, 16, 2], "cannot be written"),
         ([1, 0, 64, 16, 2], "packed in bytes 0 to 64 cannot be written"),
         ([2, 0, 64, 16, 2], "bias in bytes 0 to 64 cannot be written"),
-        ([0, 32, 64, -16, 2], "not in a zone of 256 bytes"), ([0, 32, 64, 18, 2], "not in a zone"),
-        ([0, 32, 64, 244, 2], "not in a zone"), ([0, 32, 64, 16, -1], "not in a zone"),
+        ([0, 32, 64, -16, 2], "not in a zone of 256 bytes"),
+        ([0, 32, 64, 18, 2], "not in a zone"),
+        ([0, 32, 64, 244, 2], "not in a zone"),
+        ([0, 32, 64, 16, -1], "not in a zone"),
         ([0, 32, 64, 16, 1 << 40], "not in a zone"),
         ([0, 32, 64, 16, 1], "not as many as was said; nothing was written"),
         ([0, 64, 32, 16, 2], "embed from byte 64 name elements outside them"),
     ],
-)  # fmt: skip
+)
 def test_a_row_out_of_bounds_is_refused_before_anything_is_written(zone, params, row, message):
     right = [0, 32, 64, 16, 2]
     with pytest.raises(ProtocolError, match=message):

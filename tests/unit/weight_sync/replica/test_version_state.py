@@ -140,11 +140,17 @@ def test_every_verb_survives_the_wire() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        None, [], "begin", [["5e", 3, 4, "9f"]], [["5e", "not a number", 4, "9f"], []], [["5e", True, 4, "9f"], []],
-        [["5e", 3, 4], []], [{"publisher": "5e", "version": 3, "epoch": 4, "digest": 7}, []],
+        None,
+        [],
+        "begin",
+        [["5e", 3, 4, "9f"]],
+        [["5e", "not a number", 4, "9f"], []],
+        [["5e", True, 4, "9f"], []],
+        [["5e", 3, 4], []],
+        [{"publisher": "5e", "version": 3, "epoch": 4, "digest": 7}, []],
         [{"publisher": "5e", "version": 3, "epoch": 4, "digest": "9f"}, "not a list"],
     ],
-)  # fmt: skip
+)
 def test_nonsense_is_refused(given: object) -> None:
     with pytest.raises(msgspec.ValidationError):
         verb_of(ReplicaVerbs.begin).arguments.decode(msgpack.packb(given))

@@ -51,9 +51,13 @@ class FakeMooncake:
             return self.transfer_codes.pop(0) if self.transfer_codes else 0
 
         return SimpleNamespace(
-            initialize=initialize, get_rpc_port=lambda: 15000 + self.num_started, batch_register_memory=register,
-            batch_unregister_memory=unregister, batch_transfer_sync_write=transfer, batch_transfer_sync_read=transfer,
-        )  # fmt: skip
+            initialize=initialize,
+            get_rpc_port=lambda: 15000 + self.num_started,
+            batch_register_memory=register,
+            batch_unregister_memory=unregister,
+            batch_transfer_sync_write=transfer,
+            batch_transfer_sync_read=transfer,
+        )
 
 
 @pytest.fixture
@@ -180,10 +184,14 @@ def test_a_closed_link_stays_closed(fake: FakeMooncake) -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "found"),
     [
-        ("MC_LOG_LEVEL", None, "ERROR"), ("MC_LOG_LEVEL", "INFO", "INFO"), ("MC_LOG_DIR", "{tmp}", "{tmp}"),
-        ("MC_LOG_DIR", "{tmp}/no such", None), ("MC_LOG_DIR", "/proc", None), ("MC_LOG_DIR", "", None),
+        ("MC_LOG_LEVEL", None, "ERROR"),
+        ("MC_LOG_LEVEL", "INFO", "INFO"),
+        ("MC_LOG_DIR", "{tmp}", "{tmp}"),
+        ("MC_LOG_DIR", "{tmp}/no such", None),
+        ("MC_LOG_DIR", "/proc", None),
+        ("MC_LOG_DIR", "", None),
     ],
-)  # fmt: skip
+)
 def test_mooncake_logs_errors_alone_unless_asked_and_where_it_can(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, asked: str | None, found: str | None
 ) -> None:

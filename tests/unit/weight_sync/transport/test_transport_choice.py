@@ -18,12 +18,17 @@ GPU = {"device": "cuda", "has_nvlink": True, "has_cuda": True}
 @pytest.mark.parametrize(
     ("kind", "machine", "link"),
     [
-        ("auto", {}, "tcp"), ("tcp", {"has_hca": True}, "tcp"), ("auto", {"has_hca": True}, "rdma"),
-        ("auto", GPU, "nvlink"), ("auto", GPU | {"has_hca": True}, "nvlink"),
-        ("auto", GPU | {"host": "10.0.0.7", "has_hca": True}, "rdma"), ("auto", GPU | {"host": "10.0.0.7"}, "tcp"),
-        ("nvlink", GPU, "nvlink"), ("rdma", GPU | {"has_hca": True}, "rdma"),
+        ("auto", {}, "tcp"),
+        ("tcp", {"has_hca": True}, "tcp"),
+        ("auto", {"has_hca": True}, "rdma"),
+        ("auto", GPU, "nvlink"),
+        ("auto", GPU | {"has_hca": True}, "nvlink"),
+        ("auto", GPU | {"host": "10.0.0.7", "has_hca": True}, "rdma"),
+        ("auto", GPU | {"host": "10.0.0.7"}, "tcp"),
+        ("nvlink", GPU, "nvlink"),
+        ("rdma", GPU | {"has_hca": True}, "rdma"),
     ],
-)  # fmt: skip
+)
 def test_a_request_means_one_link(kind: str, machine: dict, link: str) -> None:
     assert choose_link(TransportKind(kind), **(MACHINE | machine)) == link
 
