@@ -70,6 +70,7 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--to", "ftp://x"], "addresses of vLLM servers such as http://127.0.0.1:8000, got 'ftp://x'"),
         (["--to", "http://127.0.0.1:8000/v1"], "addresses of vLLM servers"),
         (["--to", "http://127.0.0.1:8000", "--tp", "2"], "--tp, --expert-parallel"),
+        (["--to", "http://a,http://b", "--to", "http://a"], "--to names an engine twice: http://a, http://b,"),
         (["--start", "1", "--watermark-mib", "0"], "--watermark-mib"),
         (["--to", "http://127.0.0.1:8000", "--delta-mib", "0"], "--delta-mib must be >= 1, got 0"),
         (["--start", "1", "--base", "old"], "--base is what running engines (--to) hold"),
