@@ -164,13 +164,15 @@ def key_headers(api_key_env: str | None) -> dict[str, str]:
 
 
 def retry_after_s(headers: httpx.Headers) -> float:
-    """Seconds that the header Retry-After asks for, which has a number or a date; 0 without it."""
+    """Seconds that Retry-After asks for, which has a number or a date by the server's clock; 0 without it."""
     value = headers.get("retry-after", "")
     try:
         return max(0.0, float(value))
     except ValueError:
         pass
     try:
-        return max(0.0, (email.utils.parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+        said = headers.get("date")  # by that clock, too: ours may be an hour off
+        now = datetime.now(UTC) if said is None else email.utils.parsedate_to_datetime(said)
+        return max(0.0, (email.utils.parsedate_to_datetime(value) - now).total_seconds())
     except (ValueError, TypeError):  # no date, or one without a zone
         return 0.0

@@ -288,6 +288,8 @@ def test_retry_after_has_seconds(value: str, expected: float):
 def test_retry_after_may_be_a_date():
     later = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
     assert 3500 < retry_after_s(httpx.Headers({"retry-after": later})) <= 3600
+    by_a_clock_of_its_own = {"date": "Wed, 01 Jan 2070 00:00:00 GMT", "retry-after": "Wed, 01 Jan 2070 00:00:20 GMT"}
+    assert retry_after_s(httpx.Headers(by_a_clock_of_its_own)) == 20
     assert retry_after_s(httpx.Headers()) == 0.0
 
 
