@@ -5,7 +5,6 @@ Owns: how such an error is recognized and what it says. Does not own: what a run
 
 import errno
 import os
-import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +45,9 @@ def _full(error: BaseException) -> str | None:
 def _free(path: Path) -> str:
     there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
     try:
-        free, total = shutil.disk_usage(there).free, shutil.disk_usage(there).total
+        found = os.statvfs(there)
     except OSError:
         return f"the file system of {there} does not say how much is free"
-    return f"{free / 1e6:.1f} of {total / 1e6:.0f} MB are free"
+    if found.f_files and not found.f_favail:
+        return f"it has {found.f_files} files, and room for no other one"
+    return f"{found.f_bavail * found.f_frsize / 1e6:.1f} of {found.f_blocks * found.f_frsize / 1e6:.0f} MB are free"

@@ -3,7 +3,9 @@ never hides why a run ends. The disk is /dev/full, or the limit on a file's size
 """
 
 import asyncio
+import errno
 import logging
+import os
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -17,6 +19,18 @@ from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.orchestrator.errors import DiskFull, OrchestratorError, TrainingStopped
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.run_log import RunLog
+
+
+def test_a_disk_without_room_for_another_file_is_not_said_to_have_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_inodes = os.statvfs_result((4096, 4096, 1000, 900, 900, 160, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: without_inodes)
+    with (
+        pytest.raises(DiskFull, match=r"\(it has 160 files, and room for no other one\)"),
+        naming_a_full_disk(tmp_path),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "state.json"))
 
 
 def full_for_checkpoints(loop: Loop, from_version: int) -> None:
