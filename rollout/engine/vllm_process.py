@@ -19,7 +19,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,7 +43,6 @@ from slipstream.rollout.in_vllm.process_imports import (
     ask_classes_here,
     forks_can_use_gpu,
     import_vllm,
-    num_gpus,
     without_torchao,
 )
 from slipstream.rollout.in_vllm.vllm_patches import send_logprobs_together, stop_watching
@@ -92,40 +92,28 @@ def make_llm(arguments: JsonObject) -> AsyncLLM:
     with without_torchao():
         ask_classes_here(architectures_of(Path(arguments["model"])))
         config = chosen.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        with send_logprobs_together():
-            return by_methods(
-                [given] if given else methods_here(),
-                lambda: AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats),
-                afterwards=given,
-            )
+        with send_logprobs_together(), processes_started_by(given or method_here(), afterwards=given):
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats)
 
 
-def by_methods(methods: Sequence[str], make: Callable[[], T], *, afterwards: str | None) -> T:
-    """Make an engine, by the first of these methods of starting its processes that works; what the last one raises is
-    raised. Then set METHOD_VARIABLE to `afterwards`: on CPUs vLLM has set it to spawn."""
+@contextmanager
+def processes_started_by(method: str, *, afterwards: str | None) -> Generator[None]:
+    """METHOD_VARIABLE says fork or spawn, and then what it is to say `afterwards`: on CPUs vLLM has set it to spawn."""
+    os.environ[METHOD_VARIABLE] = method
     try:
-        for method in methods[:-1]:
-            os.environ[METHOD_VARIABLE] = method
-            try:
-                return make()  # no local: see where the engine is made
-            except Exception as error:  # noqa: BLE001 - whatever a library may say that finds itself in a fork
-                logger.warning("the engine did not start by %s (%s); once more by %s", method, error, methods[-1])
-        os.environ[METHOD_VARIABLE] = methods[-1]
-        return make()
+        yield
     finally:
         del os.environ[METHOD_VARIABLE]
         if afterwards is not None:
             os.environ[METHOD_VARIABLE] = afterwards
 
 
-def methods_here() -> list[str]:
-    """fork; on GPUs spawn after it, because a fork may fail there for what its parent did; spawn where it must."""
-    if not forks_can_use_gpu():
-        logger.warning(
-            "this process has opened a GPU, so that none of its forks can use one: vLLM is imported once more"
-        )
-        return ["spawn"]
-    return ["fork", "spawn"] if num_gpus() else ["fork"]
+def method_here() -> str:
+    """fork; spawn where no fork could use a GPU."""
+    if forks_can_use_gpu():
+        return "fork"
+    logger.warning("this process has opened a GPU, so that none of its forks can use one: vLLM is imported once more")
+    return "spawn"
 
 
 def gpu_bytes() -> int:

@@ -4,7 +4,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Event
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
-from slipstream.rollout.engine.vllm_process import by_methods, methods_here
+from slipstream.rollout.engine.vllm_process import method_here, processes_started_by
 from slipstream.rollout.in_vllm import process_imports
 from slipstream.rollout.in_vllm.process_imports import forks_can_use_gpu, without_torchao
 from slipstream.weight_sync.gc_freeze import frozen_imports
@@ -63,32 +62,20 @@ def test_a_fork_that_gives_no_answer_can_use_no_gpu(
     assert forks_can_use_gpu() is can
 
 
-@pytest.mark.parametrize(
-    ("works", "tried"), [("fork", ["fork"]), ("spawn", ["fork", "spawn"]), ("", ["fork", "spawn"])]
-)
-def test_an_engine_that_cannot_be_forked_is_spawned(
-    monkeypatch: pytest.MonkeyPatch, works: str, tried: list[str]
-) -> None:
-    seen: list[str] = []
-
-    def make() -> str:
-        seen.append(os.environ[METHOD_VARIABLE])
-        if seen[-1] != works:
-            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
-        return "an engine"
-
+@pytest.mark.parametrize("given", [None, "spawn"])
+def test_a_start_leaves_the_method_as_it_was_given(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setenv(METHOD_VARIABLE, "spawn")  # as vLLM sets it on CPUs
-    with nullcontext() if works else pytest.raises(RuntimeError, match="Cannot re-initialize"):
-        assert by_methods(["fork", "spawn"], make, afterwards=None) == "an engine"
-    assert seen == tried
-    assert METHOD_VARIABLE not in os.environ
+    with pytest.raises(RuntimeError), processes_started_by("fork", afterwards=given):
+        assert os.environ[METHOD_VARIABLE] == "fork"
+        raise RuntimeError
+    assert os.environ.get(METHOD_VARIABLE) == given
 
 
-def test_methods_are_those_that_may_work_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_forked_unless_no_fork_could_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert methods_here() == ["fork"]
+    assert method_here() == "fork"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(process_imports, "can_use_gpu", lambda: True)
-    assert methods_here() == ["fork", "spawn"]
+    assert method_here() == "fork"
     monkeypatch.setattr(process_imports, "can_use_gpu", lambda: False)
-    assert methods_here() == ["spawn"]
+    assert method_here() == "spawn"
