@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAY_EVERY_S = 30.0
+_STOPPED_S = 5.0
+"""A wait that ends so much later than it should says that this process was stopped (SIGSTOP, a virtual machine that
+moves), and not who is awaited.
+"""
 
 
 async def wait_for(
@@ -43,10 +47,12 @@ async def wait_for(
     seen = progress() if progress else 0
     try:
         while True:
-            left_s = since + timeout_s - now()
-            await asyncio.wait({task}, timeout=max(0.0, min(say_every_s, left_s)))
+            began, look_in_s = now(), max(0.0, min(say_every_s, since + timeout_s - now()))
+            await asyncio.wait({task}, timeout=look_in_s)
             if task.done():
                 return task.result()
+            if now() - began > look_in_s + _STOPPED_S:
+                since += now() - began  # this process did not run: answers may be there that it has not read yet
             if progress and progress() != seen:
                 since, seen = now(), progress()
             waited_s = now() - started

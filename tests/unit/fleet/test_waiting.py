@@ -53,6 +53,24 @@ async def test_a_wait_ends_at_its_deadline_and_cancels_what_it_waited_for() -> N
     assert ended == ["b", "c"]
 
 
+async def test_time_in_which_this_process_was_stopped_is_not_held_against_who_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Timers of a process that goes on after SIGSTOP are due before it has read what was answered meanwhile."""
+    loop, stopped_s = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + stopped_s)
+
+    async def answered_meanwhile() -> str:
+        nonlocal stopped_s
+        stopped_s += 3600
+        for _ in range(10):  # as many callbacks as it takes to read it
+            await asyncio.sleep(0)
+        return "here"
+
+    assert await wait_for(answered_meanwhile(), "it", timeout_s=70) == "here"
+
+
 @on_jumping_clock
 async def test_progress_begins_the_deadline_again() -> None:
     """What is counted grows for 100 s; 20 s later it is given up, after 120 s in all."""
