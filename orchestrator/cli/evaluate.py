@@ -76,10 +76,15 @@ def eval_config(
     config = replace(config, run=replace(config.run, dir=str(folder.root)))
     if config.trainer.mode is TrainMode.full:
         if adapter is not None or checkpoint not in (None, "newest"):
-            raise ConfigError(f"{run} trains all weights (trainer.mode=full): only what it has exported is evaluated")
+            raise ConfigError(
+                f"{run} trains all weights (trainer.mode=full): only what it has exported is evaluated; for a "
+                f"checkpoint evaluate the folder that slipstream merge {run} --checkpoint {checkpoint or 'newest'} "
+                "--output DIR writes"
+            )
         if not folder.merged.is_dir():
             raise ConfigError(
-                f"{run} has no {folder.merged.name}/, which a run with trainer.mode=full writes at its end"
+                f"{run} has no {folder.merged.name}/, which a run with trainer.mode=full writes at its end, and "
+                "slipstream merge of a checkpoint"
             )
         model = replace(config.model, path=str(folder.merged), init=Init.checkpoint, hf_config={})
         return _evaluated(replace(config, model=model), None, folder.run_id, str(folder.merged))
@@ -153,8 +158,14 @@ def _evaluated(config: RunConfig, adapter: Path | None, name: str, weights: str 
 
 
 def adapter_of(folder: RunFolder, checkpoint: str) -> Path:
-    """The adapter of a checkpoint (newest, best or a step), which the run does not remove while this process lives; of
-    a run that kept none, the one that its end wrote.
+    """The adapter of a checkpoint, as checkpoint_of; of a run that kept none, the one that its end wrote."""
+    if checkpoint == "newest" and folder.adapter.is_dir() and not named_checkpoints(folder.checkpoints):
+        return folder.adapter
+    return checkpoint_of(folder, checkpoint) / "adapter"
+
+
+def checkpoint_of(folder: RunFolder, checkpoint: str) -> Path:
+    """A checkpoint (newest, best or a step), which the run does not remove while this process lives.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -169,16 +180,14 @@ def adapter_of(folder: RunFolder, checkpoint: str) -> Path:
         if not folder.best.exists():
             raise ConfigError(f"{folder.root} has no best checkpoint (run.keep_best); its steps are {steps}")
         path = folder.best.resolve()
-    elif checkpoint == "newest" and not named:
-        return folder.adapter
     else:
         path = named.get(max(named) if checkpoint == "newest" else int(checkpoint) if checkpoint.isdecimal() else -1)
     if path is None:
         raise ConfigError(f"--checkpoint {checkpoint}: give newest, best, or one of the steps {steps}")
     if hold(path):
-        return path / "adapter"
+        return path
     if not path.is_dir():
-        return adapter_of(folder, checkpoint)  # the run has removed it meanwhile: choose from what is there now
+        return checkpoint_of(folder, checkpoint)  # the run has removed it meanwhile: choose from what is there now
     raise ConfigError(
         f"--checkpoint {checkpoint}: {path} lacks manifest.json, without which nothing says that it is whole; give one "
         f"of the steps {steps}"

@@ -1,9 +1,10 @@
 """`slipstream merge`: the model of a run's checkpoint as a Hugging Face folder.
 
-    RUN, checkpoint --adapter of it--> base + adapter in one process --as an export of trainer.mode=full--> folder
+    RUN, checkpoint --adapter of it--------------> base + adapter in one process --as an export of--> folder
+                    --or all weights (mode=full)-> these                           trainer.mode=full
 
-Owns: which adapter is merged, and what is refused before weights are read. Does not own: the arithmetic and the files
-(trainer.adapter_io.save_merged). Invariant: the folder is there once it is whole. Importing this loads no torch.
+Owns: which checkpoint is merged, and what is refused before weights are read. Does not own: the arithmetic and the
+files (trainer.adapter_io.save_merged). Invariant: the folder is there once it is whole. Importing this loads no torch.
 """
 
 import shutil
@@ -16,7 +17,7 @@ from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_resolved_yaml
 from slipstream.conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
-from slipstream.orchestrator.cli.evaluate import adapter_of
+from slipstream.orchestrator.cli.evaluate import adapter_of, checkpoint_of
 from slipstream.orchestrator.cli.exit import tell
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.environment import resolve_device
@@ -39,36 +40,39 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
         The folder.
 
     Raises:
-        ConfigError: there is no such adapter, its base is not there, or the folder is.
+        ConfigError: there is no such checkpoint, its base is not there, or the folder is.
     """
     folder = RunFolder(run.resolve())
     try:
         config = load_resolved_yaml(folder.config.read_text(encoding="utf-8"), [], subject=f"{folder.config}: ")
     except OSError as error:
         raise no_run_folder(run) from error
-    if config.trainer.mode is TrainMode.full:
-        raise ConfigError(f"{run} trains all weights (trainer.mode=full): what its end writes is {folder.merged}")
     target = (output or folder.merged).absolute()
     stand_where_it_began(folder, [])
     if target.exists():
         raise ConfigError(f"{target} is there already; give another folder with --output, or remove it")
-    adapter = adapter_of(folder, checkpoint)
+    is_full = config.trainer.mode is TrainMode.full
+    trained = checkpoint_of(folder, checkpoint) / "trainer" if is_full else adapter_of(folder, checkpoint)
     hf_config = read_hf_config(folder.model, "RUN/model")
     spec = read_config(hf_config, config.trainer.numerics.places.mla_norm_eps)
-    _check_sources(config, spec, adapter)
+    _check_sources(config, spec, None if is_full else trained)
     base = "a base of random weights" if config.model.init is Init.random else config.model.path
-    tell(f"merging {adapter} into {base}: reads both, and writes {target}")
-    lora = replace(config.trainer.lora, init_from=str(adapter))
+    tell(f"merging {trained} into {base}: reads both, and writes {target}")
+    lora = replace(config.trainer.lora, init_from=None if is_full else str(trained))
+    trainer = TrainerConfig(mode=config.trainer.mode, train_router=config.trainer.train_router, lora=lora)
 
-    from slipstream.trainer.scoring import Scorer  # imports torch
+    from slipstream.trainer.checkpoint.whole_state import load_trained  # imports torch
+    from slipstream.trainer.scoring import Scorer
 
     partial = target.with_name(f".{target.name}.partial")
     try:
         with naming_a_full_disk(target):
             scorer = Scorer(
-                config.model, TrainerConfig(lora=lora), hf_config, seed=config.run.seed, device=_device(config).value,
+                config.model, trainer, hf_config, seed=config.run.seed, device=_device(config).value,
                 rounding_seed=config.rounding_seed,
             )  # fmt: skip
+            if is_full:
+                load_trained(scorer.decoder, trained, config.trainer.num_ranks, config.trainer.ep_size)
             tell("both are read; merging and writing")
             scorer.save(partial)
             complete_export(folder.model, partial)
@@ -82,8 +86,8 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     return target
 
 
-def _check_sources(config: RunConfig, spec: ModelSpec, adapter: Path) -> None:
-    """Raise ConfigError where base and adapter cannot be merged. Reads headers alone."""
+def _check_sources(config: RunConfig, spec: ModelSpec, adapter: Path | None) -> None:
+    """Raise ConfigError where base and adapter, if there is one, cannot be merged. Reads headers alone."""
     if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain:
         raise ConfigError(
             f"a model of packed experts ({spec.moe.expert_format}) is not written merged; serve {adapter} beside it, "
@@ -91,7 +95,8 @@ def _check_sources(config: RunConfig, spec: ModelSpec, adapter: Path) -> None:
         )
     if config.model.init is Init.checkpoint:
         check_checkpoint_files(Path(config.model.path or ""), spec.checkpoint_tensors(config.model.dtype.value))
-    check_adapter_fits(read_stored_adapter(adapter, "adapter"), spec, config.trainer.lora, "adapter")
+    if adapter is not None:
+        check_adapter_fits(read_stored_adapter(adapter, "adapter"), spec, config.trainer.lora, "adapter")
 
 
 def _device(config: RunConfig) -> Device:

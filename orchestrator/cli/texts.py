@@ -104,8 +104,8 @@ MERGE = """\
 slipstream merge RUN [--checkpoint C] [--output DIR]
 
 Writes W + scale * B @ A of the newest checkpoint of a run, or of its end, in the model's format: a folder with weights,
-config.json and tokenizer, which transformers, vLLM and model.path read. The run may go on meanwhile. It computes on the
-CPU and needs memory for the whole model there.
+config.json and tokenizer, which transformers, vLLM and model.path read; with trainer.mode=full, all weights of the
+checkpoint. The run may go on meanwhile. It computes on the CPU and needs memory for the whole model there.
 
 examples
   slipstream merge runs/latest && vllm serve runs/latest/merged

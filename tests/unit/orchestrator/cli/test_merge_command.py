@@ -9,17 +9,19 @@ import torch
 import yaml
 from cases.largest_file import largest_file
 from cases.run_states import make_store, write
-from cases.tiny_configs import DENSE
+from cases.tiny_configs import DENSE, MOE
 from cases.tiny_models import hf_logits, logits_of, make_decoder, packed, relative_error, trainer_config
+from safetensors.torch import load_file
 
 from slipstream.conf.load import load_run_config
-from slipstream.conf.schema import LoraConfig
+from slipstream.conf.schema import LoraConfig, TrainMode
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.cli import merge
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.run_folder import to_plain
 from slipstream.orchestrator.inputs.model_folder import prepare_model
 from slipstream.trainer.adapter_io import save_adapter, save_merged
+from slipstream.trainer.checkpoint.rank_state import write_rank_state
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -68,6 +70,46 @@ def test_a_folder_of_choice_and_a_step(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (run / "merged").exists()
 
 
+@torch.no_grad()
+def test_all_weights_of_a_checkpoint_are_put_together_from_the_files_of_its_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four ranks, in pairs that hold every expert once. Seven experts: three on one of a pair and four on the other,
+    the other way round in the next layer. Where rows are fewer than ranks, the last ones have none."""
+    hf_config, full = {**MOE, "num_experts": 7}, trainer_config(TrainMode.full)
+    base, root, trained = tmp_path / "base", tmp_path / "runs" / "mine", make_decoder(hf_config, full)
+    save_merged(trained, base, hf_config)
+    shares = ([[0, 1, 2], [3, 4, 5, 6]], [[0, 1, 2, 3], [4, 5, 6]])
+    checkpoint, files = root / "checkpoints" / "step-000005", [dict[str, torch.Tensor]() for _ in range(4)]
+    for name, parameter in trained.named_parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn_like(parameter))
+            own = [(parameter, files)]
+            if ".experts." in name:
+                of_layer = shares[int(name.split(".")[2])]
+                own = [(parameter[of_layer[ep_rank]], files[ep_rank::2]) for ep_rank in range(2)]
+            for rows, of_ranks in own:
+                parts = [*torch.chunk(rows, len(of_ranks)), *[rows[:0]] * 4]
+                for file, part in zip(of_ranks, parts, strict=False):
+                    file[f"{name}.value"] = part.clone()
+    for rank, tensors in enumerate(files):
+        write_rank_state(checkpoint / "trainer", rank, tensors, {}, {})
+    (checkpoint / "manifest.json").write_text("{}")
+    words = ["experiment=quickstart", "model=checkpoint", f"model.path={base}", "model.tokenizer=characters"]
+    words += ["trainer=full", "trainer.num_ranks=4", "trainer.ep_size=2", "model.dtype=float32"]
+    config = load_run_config(words)
+    (root / "config.yaml").write_text(yaml.safe_dump(to_plain(asdict(config))))
+    prepare_model(config.model, root / "model")
+    assert main(["merge", str(root), "--checkpoint", "5"]) == 0
+    save_merged(trained, tmp_path / "expected", hf_config)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (tmp_path / "expected", root / "merged"))
+    assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    (checkpoint / "trainer" / "rank-3.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["merge", str(root), "--output", str(tmp_path / "out")]) != 0
+    assert "is not the whole state of 4 trainer ranks" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_is_merged_stays_while_the_run_makes_others(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,11 +150,6 @@ def test_runs_without_an_adapter_or_a_base_are_refused(
 ) -> None:
     assert main(["merge", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
-    text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace("mode: lora", "mode: full"))
-    assert main(["merge", str(run)]) == 2
-    assert "trains all weights (trainer.mode=full)" in capsys.readouterr().err
-    (run / "config.yaml").write_text(text)
     (tmp_path / "base" / "model.safetensors").unlink()
     assert main(["merge", str(run)]) == 2
     assert "holds no .safetensors file" in capsys.readouterr().err
