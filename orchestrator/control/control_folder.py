@@ -221,7 +221,7 @@ def _taken_back(request: Path) -> bool:
 async def answer_requests(run: Path, supervisor: Supervisor) -> None:
     """Carry out requests until cancelled, or the run is another process's."""
     while is_own(RunFolder(run)):
-        for request in sorted((run / "control").glob("*.request.json")):
+        for request in _requests(run):
             try:
                 asked = json.loads(request.read_text())
                 request.unlink()  # from here on it counts; gone already: whoever asked has given up
@@ -242,6 +242,13 @@ async def answer_requests(run: Path, supervisor: Supervisor) -> None:
             except OSError as error:  # a full disk, or one out of reach: whoever asks next may be heard
                 logger.warning("the request %s cannot be answered: %s", request.name, error)
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _requests(run: Path) -> list[Path]:
+    """None of a folder that is out of reach for a moment."""
+    with contextlib.suppress(OSError):
+        return sorted((run / "control").glob("*.request.json"))
+    return []
 
 
 def _note_workers(run: Path, number: int) -> None:

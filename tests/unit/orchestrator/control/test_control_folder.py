@@ -7,7 +7,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,6 +74,22 @@ async def test_an_answer_that_cannot_be_written_is_not_the_last_one(run: Path) -
         (run / "control" / "a.request.json").write_text('{"ask": "recover", "worker": null}')
         (line,) = await asyncio.to_thread(ask, run, recover(None), timeout_s=10)
         assert "no rollout worker is out of service" in line
+
+
+async def test_a_folder_that_was_out_of_reach_for_a_moment_is_looked_at_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, glob = [errno.ESTALE, errno.EIO], Path.glob
+
+    def fails_at_first(folder: Path, pattern: str) -> Iterator[Path]:
+        if failures and pattern == "*.request.json":
+            raise OSError(failures.pop(), "out of reach", str(folder))
+        return glob(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", fails_at_first)
+    async with listening(run):
+        (line,) = await asyncio.to_thread(ask, run, recover(None), timeout_s=10)
+        assert "no rollout worker is out of service" in line and not failures
 
 
 async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> None:
