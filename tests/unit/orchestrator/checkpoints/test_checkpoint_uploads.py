@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
@@ -84,6 +85,22 @@ def test_a_spared_checkpoint_stays_there_too(checkpoints: CheckpointStore, remot
     assert remote.steps() == [1, 3]
 
 
+def test_what_is_left_of_a_checkpoint_that_was_half_removed_there_is_none(
+    checkpoints: CheckpointStore, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        checkpoints.begin_sending()
+        checkpoints.spared.add(step)
+        write(checkpoints, step)
+        checkpoints.finish_sending()
+    with monkeypatch.context() as away, pytest.raises(ObjectStoreError):
+        away.setattr(LocalFileSystem, "rm", Mock(side_effect=OSError("the network is away")))
+        remote.prune(keep=1, spared=())
+    assert remote.steps() == [2]
+    remote.prune(keep=1, spared=())
+    assert remote.folders() == ["owner", "step-000002"]
+
+
 def test_where_another_process_goes_on_nothing_is_sent_or_removed(
     checkpoints: CheckpointStore, remote: ObjectStore, tmp_path: Path
 ) -> None:
@@ -136,7 +153,7 @@ def test_a_file_is_tried_again_and_then_given_up_for_the_next_checkpoint(
     tries.clear()
     checkpoints.begin_sending()  # it is there
     checkpoints.finish_sending()
-    assert not tries
+    assert not tries and record_of(checkpoints)["step"] == 1
     write(checkpoints, 2)  # nobody sends any more
     checkpoints.begin_sending()
     checkpoints.finish_sending()

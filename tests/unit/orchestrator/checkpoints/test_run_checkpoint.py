@@ -1,6 +1,7 @@
 """Locks: a checkpoint is complete or absent, comes back exactly, and is refused when damaged or of another run."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from cases.run_states import make_state, make_store, write
 
+from slipstream.conf.schema import RunConfig, RunSection
+from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, hold, named_checkpoints, step_of
 from slipstream.orchestrator.errors import CheckpointError
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
@@ -227,6 +230,8 @@ def test_older_checkpoints_go_and_spared_ones_stay_and_held_ones_until_who_holds
     store.spared = {1}
     assert hold(write(store, 0))
     monkeypatch.undo()
+    with (store.folder / "step-000000" / "manifest.json").open() as another:
+        fcntl.flock(another, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a second one holds it as well, and waits for nobody
     for step in (1, 2, 3, 4):
         write(store, step)
     assert [step_of(path) for path in complete_checkpoints(store.folder)] == [0, 1, 3, 4]
@@ -236,6 +241,20 @@ def test_older_checkpoints_go_and_spared_ones_stay_and_held_ones_until_who_holds
     store.prune()
     assert [step_of(path) for path in complete_checkpoints(store.folder)] == [3, 4]
     assert step_of(None) == 0
+
+
+def test_the_best_checkpoint_is_known_to_the_run_that_goes_on_from_it(tmp_path: Path) -> None:
+    config = RunConfig(run=RunSection(keep_best="eval/reward"))
+    first = make_store(tmp_path, keep=1)
+    best = BestCheckpoint(first, config, up_to_step=0)
+    write(first, 5)
+    best.judge(5, 0.5)
+    store = make_store(tmp_path, keep=1)
+    best = BestCheckpoint(store, config, up_to_step=5)
+    write(store, 10)
+    best.judge(10, 0.4)
+    assert (store.folder / "best").resolve() == store.of_step(5)
+    assert [step_of(path) for path in complete_checkpoints(store.folder)] == [5, 10]
 
 
 @pytest.mark.parametrize("given", [2, None])

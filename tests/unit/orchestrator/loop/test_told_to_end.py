@@ -75,14 +75,15 @@ async def test_a_step_that_takes_too_long_is_left_and_nothing_half_done_is_saved
     monkeypatch.setattr(step_loop, "LAST_STEP_S", 0.05)
     loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
 
-    async def never() -> None:
-        await asyncio.Event().wait()
+    async def never_at_3() -> None:
+        if len(loop.trainer.trained) == 3:
+            await asyncio.Event().wait()
 
-    loop.trainer.before["optimizer_step"] = never
+    loop.trainer.before["optimizer_step"] = never_at_3
     running = asyncio.create_task(loop.run())
-    await until(lambda: len(loop.trainer.trained) == 1)
+    await until(lambda: len(loop.trainer.trained) == 3)
     await end(running)
-    assert loop.checkpoints.newest() is None
+    assert len(loop.rows) == 3 and loop.checkpoints.newest() is None
 
 
 async def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:

@@ -170,18 +170,24 @@ class ClockedTransport(MemoryTransport):
         super().write(*args, timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("budget_s", [100.0, 5.0])
-def test_all_writes_to_a_rank_share_one_deadline(monkeypatch: pytest.MonkeyPatch, budget_s: float) -> None:
-    """Each has what the ones before have left, down to nothing; and their seconds are in the report."""
+@pytest.mark.parametrize(("budget_s", "ahead_s"), [(100.0, 0.0), (5.0, 0.0), (100.0, 30.0)])
+def test_all_writes_to_a_rank_share_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, ahead_s: float
+) -> None:
+    """Each has what the ones before have left, down to nothing, also those of changes that were sent ahead; and their
+    seconds are in the report.
+    """
     world = World(transport=ClockedTransport)
     set_clock(monkeypatch, lambda: world.transport.now)
     dest, binding = world.bindings().popitem()
     world.budgets_s = {dest[0]: budget_s}
-    result = world.run(1, {dest: binding})
+    world.pipeline.prepare(1)
+    world.pipeline._prepared.result.report.write_s[dest[0]] = ahead_s
+    result = world.pipeline.run(1, {dest: binding}, world.budgets_s)
     num_writes = len(world.transport.timeouts)
     assert num_writes > 2
-    assert world.transport.timeouts == [max(budget_s - 2.0 * number, 0.0) for number in range(num_writes)]
-    assert result.report.write_s == {0: 2.0 * num_writes}
+    assert world.transport.timeouts == [max(budget_s - ahead_s - 2.0 * number, 0.0) for number in range(num_writes)]
+    assert result.report.write_s == {0: ahead_s + 2.0 * num_writes}
     assert result.report.busy_write_s == 2.0 * num_writes
 
 

@@ -70,11 +70,18 @@ def test_changes_are_for_those_that_committed_the_publish_before_if_it_came_to_i
     bases.note({SECOND: expected(3)}, FLAGS)
     bases.begin()
     assert bases.held == {}, "the one before did not come to its end"
-    bases.note({FIRST: expected(4)}, FLAGS)
-    bases.end()
-    bases.forget()
-    bases.begin()
-    assert bases.held == {}, "other replicas"
+    served = {FIRST: Binding("a", {}), SECOND: Binding("b", {})}
+    for forget, left in (
+        (lambda: None, served),
+        (lambda: bases.forget_place(0), {SECOND: Binding("b", {})}),
+        (bases.forget, {}),
+    ):
+        bases.note({FIRST: expected(4)}, FLAGS)
+        bases.note_served(served)
+        bases.end()
+        forget()
+        bases.begin()
+        assert (bases.ahead, bool(bases.held)) == (left, bool(left)), "other replicas, or one in another place"
 
 
 def ways(
