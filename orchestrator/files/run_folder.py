@@ -54,6 +54,7 @@ from slipstream.conf.functions import is_function_path, keep_copy, source_of
 from slipstream.conf.json_files import JsonObject, is_list, is_object
 from slipstream.conf.schema import Objective, RunConfig, RunSection
 from slipstream.conf.whole_files import write_whole
+from slipstream.orchestrator.files.origin import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,8 @@ def follow_latest(config: RunConfig) -> RunConfig:
 def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]) -> None:
     """Write config.yaml and environment.json. Done before anything is started, so that a failed run explains itself."""
     write_whole(folder.config, yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
-    write_whole(folder.environment, json.dumps(describe_environment(overrides), indent=2) + "\n")
+    environment = describe_environment(overrides) | {"weights": weights_of(config)}
+    write_whole(folder.environment, json.dumps(environment, indent=2) + "\n")
 
 
 def keep_sources(folder: RunFolder, config: RunConfig) -> None:

@@ -32,6 +32,7 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.figures.held_out import choosing_metrics
+from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from slipstream.orchestrator.inputs.engine_needs import check_engine_needs
@@ -248,6 +249,7 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
     if root is not None and "://" not in str(run.resume) and not root.is_dir():
         raise ConfigError(f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest")
     if root is not None and (found := resumable(config)) is not None:
+        check_weights(RunFolder(root.resolve()).environment, config)
         step = found.step
         if step >= run.num_steps and has_nothing_left(RunFolder(root), run.num_steps):
             raise ConfigError(

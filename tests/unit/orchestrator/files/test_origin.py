@@ -1,0 +1,73 @@
+"""A run is not resumed on other weights than it began from."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import AlgorithmConfig, Init, LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
+from slipstream.orchestrator.files.origin import check_weights
+from slipstream.orchestrator.files.run_folder import RunFolder, write_description
+from slipstream.orchestrator.inputs.preflight import check_run_folder
+from slipstream.orchestrator.machine import HERE
+
+
+def _write(folder: Path, name: str, seed: int) -> Path:
+    """Weights as another seed's training leaves them: of the same size, and other throughout."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(np.random.default_rng(seed).bytes(3_000_001))
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A run that compares with the adapter that it starts from; it has made three steps."""
+    base, adapter = _write(tmp_path / "base", "model.safetensors", 1), tmp_path / "adapter"
+    _write(adapter, "adapter_model.safetensors", 2)
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    config = RunConfig(
+        model=ModelConfig(path=str(base), init=Init.checkpoint),
+        trainer=TrainerConfig(lora=LoraConfig(init_from=str(adapter))),
+        algorithm=AlgorithmConfig(kl_coef=0.1),
+        run=RunSection(dir=str(tmp_path), resume=str(folder.root), num_steps=9),
+    )
+    write_description(folder, config, [])
+    store = CheckpointStore(folder.checkpoints, keep=2, options=fingerprint(config))
+    store.finish(store.begin(3), RunState(3, 3, {"epoch": 0}, {}, BufferState(3)))
+    return config
+
+
+def test_a_run_goes_on_from_the_same_weights_wherever_they_are(config: RunConfig, tmp_path: Path) -> None:
+    assert "goes on from step 3" in check_run_folder(config, HERE).finding
+    (tmp_path / "base" / "model.safetensors").rename(tmp_path / "base" / "model-00001-of-00001.safetensors")
+    check_run_folder(config, HERE)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "option"),
+    [
+        ("base", "model.safetensors", "model.path"),
+        ("adapter", "adapter_model.safetensors", "trainer.lora.init_from"),
+    ],
+)
+def test_a_run_whose_base_or_reference_was_written_anew_is_not_resumed(
+    config: RunConfig, tmp_path: Path, folder: str, name: str, option: str
+) -> None:
+    _write(tmp_path / folder, name, 3)
+    with pytest.raises(ConfigError, match=f"{option}={tmp_path / folder} has other weights than when the run began"):
+        check_run_folder(config, HERE)
+
+
+def test_what_no_resume_reads_may_change_and_what_is_not_known_is_not_compared(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    environment = tmp_path / "run" / "environment.json"
+    _write(tmp_path / "adapter", "adapter_model.safetensors", 3)
+    check_weights(environment, replace(config, algorithm=AlgorithmConfig()))
+    environment.write_text("{}")
+    check_weights(environment, config)
