@@ -136,7 +136,10 @@ class Teacher:
             found = [0.0] * len(rollout.token_ids)
             try:
                 for branch in branches_of(prompt, rollout):
-                    logprobs = await self._of_sequence(branch.token_ids, deadline)
+                    body = request_of(self._config.model, branch.token_ids)
+                    max_bytes = MAX_ANSWER_BYTES + BYTES_PER_TOKEN * len(branch.token_ids)
+                    answer = await self._client.post("/completions", body, deadline, max_bytes)
+                    logprobs = logprobs_of(answer, branch.token_ids)
                     sampled = [logprobs[i - 1] for i, counts in enumerate(branch.counts) if counts]
                     for place, value in zip(branch.places, sampled, strict=True):
                         found[place] = value
@@ -147,11 +150,6 @@ class Teacher:
             finally:
                 self._seconds.append(time.monotonic() - began)
             return found
-
-    async def _of_sequence(self, token_ids: Sequence[int], deadline: float) -> list[float]:
-        body = request_of(self._config.model, token_ids)
-        max_bytes = MAX_ANSWER_BYTES + BYTES_PER_TOKEN * len(token_ids)
-        return logprobs_of(await self._client.post("/completions", body, deadline, max_bytes), token_ids)
 
     def _report_once(self, error: Exception, prompt: Prompt) -> None:
         """Log the first failure of each kind in full. Count the others."""

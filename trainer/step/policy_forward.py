@@ -6,10 +6,10 @@ or what ranks agree on (trainer/rank.py), the loss (loss.py), or how a decoder b
 without samples, because every layer is a collective. Shapes: N counted tokens, H hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,19 +29,8 @@ from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
 from slipstream.trainer.step.microbatches import Microbatch, collate
 from slipstream.trainer.types import Denominators, Extent, Sample, Scores
 
-
-class Loss(Protocol):
-    """policy_loss, sft_loss, dpo_loss."""
-
-    def __call__(
-        self,
-        logprobs_N: Tensor,
-        entropy_N: Tensor,
-        tokens: CountedTokens,
-        algorithm: AlgorithmConfig,
-        denominators: Denominators,
-        mask_log_ratio: float = 0.0,
-    ) -> PolicyLoss: ...
+Loss = Callable[[Tensor, Tensor, CountedTokens, AlgorithmConfig, Denominators, float], PolicyLoss]
+"""policy_loss, sft_loss, dpo_loss, which have the names of these arguments."""
 
 
 @dataclass(frozen=True, slots=True)

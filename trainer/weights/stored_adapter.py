@@ -186,7 +186,7 @@ def options_of(stored: StoredAdapter, subject: str) -> LoraOptions:
     found: dict[Kind, tuple[int, str]] = {}
     scales: dict[float, str] = {}
     of = f"{subject}={stored.folder}"
-    for module in dict.fromkeys(_module_of(factor) for factor in stored.factors):
+    for module in dict.fromkeys(factor.removeprefix(PREFIX).rpartition(".lora_")[0] for factor in stored.factors):
         kind, (rank, scale) = stored.kind_of(module), stored.rank_and_scale(module)
         other_rank, other = found.setdefault(kind, (rank, module))
         if other_rank != rank:
@@ -278,12 +278,8 @@ def _check_options(needed: LoraOptions, lora: LoraConfig, stored: StoredAdapter,
     said = f"r={stored.fields['r']}, lora_alpha={stored.fields['lora_alpha']}"
     if stored.fields.get("use_rslora"):
         said += ", use_rslora=true (a scale of lora_alpha / sqrt(r), where a run's is alpha / rank)"
-    got = " ".join(f"{option}={_null(value)}" for option, value in given.items())
+    got = " ".join(f"{option}={'null' if value is None else f'{value:.15g}'}" for option, value in given.items())
     raise ConfigError(f"{of} has {said}; set {' '.join(words)}, got {got}")
-
-
-def _null(value: float | int | None) -> str:
-    return "null" if value is None else f"{value:.15g}"
 
 
 def factor_shapes(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -338,10 +334,6 @@ def _no_place(name: str) -> str:
             "another class or library? Load it there beside this model and save it with PEFT"
         )
     return "belongs to no weight of the model that adapters change; is the adapter of another model?"
-
-
-def _module_of(factor: str) -> str:
-    return factor.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
 def _other_half(factor: str) -> str:

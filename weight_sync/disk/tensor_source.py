@@ -42,16 +42,12 @@ class TensorSource:
             self._held[item.tensor].append(item)
         self._layout = SourceLayout(rank, tuple(tensors), tuple(SourceShard(item.tensor, item.region) for item in held))
         largest = max((item.data.numel() for item in held), default=0)
-        self._scratch_bytes = min(max(scratch_bytes, max(DTYPE_BYTES.values())), largest)
+        self.temporary_bytes = min(max(scratch_bytes, max(DTYPE_BYTES.values())), largest)
+        """The scratch of casts."""
         self.missing = ""
         """Why the tensors must not be published yet, such as that a checkpoint is still being read; empty: they may."""
         self._scratch: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def temporary_bytes(self) -> int:
-        """The scratch of casts."""
-        return self._scratch_bytes
 
     def layout(self) -> SourceLayout:
         """What this rank holds."""
@@ -67,7 +63,7 @@ class TensorSource:
             raise WeightSyncError(self.missing)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return self._scratch_bytes
+        return self.temporary_bytes
 
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
         """Read one rectangle; see the protocol. Planned publishes use compile_reads()."""
@@ -79,7 +75,7 @@ class TensorSource:
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """Compile reads into one copy per joined run; see copies.py."""
-        copies = compile_copies([(self._find(read), read) for read in reads], self._scratch_bytes)
+        copies = compile_copies([(self._find(read), read) for read in reads], self.temporary_bytes)
         needs_scratch = any(isinstance(copy, Converted) for copy in copies)
 
         def fill(slot: Tensor) -> None:
@@ -108,7 +104,7 @@ class TensorSource:
 
     def _scratch_on(self, device: torch.device) -> Tensor:
         if self._scratch is None or self._scratch.device != device:
-            self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
+            self._scratch = torch.empty(self.temporary_bytes, dtype=torch.uint8, device=device)
         return self._scratch
 
     def _stream_on(self, device: torch.device) -> torch.cuda.Stream:

@@ -94,7 +94,8 @@ class Pipeline:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._watermark_bytes = watermark_bytes
         self._verify_hashes = verify_hashes
-        self._tasks: Sequence[Task] = ()
+        self.tasks: Sequence[Task] = ()
+        """This rank's schedule; after compile()."""
         self._compiled: list[tuple[tuple[Packet, ...], CompiledReads]] = []
         """Per load, its packets and the function that fills a slot; kept while staging is freed."""
         self.places = Places({})
@@ -109,11 +110,6 @@ class Pipeline:
     def loads(self) -> list[tuple[Packet, ...]]:
         """What goes through the slots, load by load; after compile()."""
         return [packets for packets, _ in self._compiled]
-
-    @property
-    def tasks(self) -> Sequence[Task]:
-        """This rank's schedule; after compile()."""
-        return self._tasks
 
     @property
     def max_task_bytes(self) -> int:
@@ -165,7 +161,7 @@ class Pipeline:
         self._slot_bytes = limits.slot_bytes(total, largest)
         self._recover_slots()
         self._drop_staging()  # frees an earlier plan's
-        self._tasks, self.places = tasks, Places.of_tasks(tasks) if places is None else places
+        self.tasks, self.places = tasks, Places.of_tasks(tasks) if places is None else places
         self._compiled = [
             (packets, compile_reads(self._source, packed_reads(packets)))
             for packets in cut_into_packets(tasks, self._slot_bytes, limits)
@@ -195,7 +191,7 @@ class Pipeline:
         """
         tasks = [
             one
-            for task in self._tasks
+            for task in self.tasks
             for one in (task, *(replace(task, replica=replica) for replica in more if task.replica == 0))
         ]
         flags = self._takes_changes
@@ -281,7 +277,7 @@ class Pipeline:
         with prepared.tracer.host("gather", "source.begin"):
             held = self._source.begin(prepared.version)
         if self._is_released:
-            self.load(self._tasks, self.places, self._takes_changes)
+            self.load(self.tasks, self.places, self._takes_changes)
         if self._slots is None:
             raise PlanError("a publish before there is a plan")
         prepared.result.report.peak_bytes = self._account(held, self._slots)

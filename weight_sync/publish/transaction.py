@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slipstream.conf.failures import in_words
 from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.pipeline.lanes import RankPublishReport
@@ -117,7 +118,7 @@ class Transaction:
         for number in numbers:
             reply, replica = replies[number], self.replicas[number]
             if isinstance(reply, WeightSyncError):
-                replica.error = _text(reply)
+                replica.error = in_words(reply)
                 continue
             self._begun.append(number)
             replica.spent_s = self._clients.answer_s[number]
@@ -126,7 +127,7 @@ class Transaction:
             try:
                 alive.fresh[number] = self._book.check(number, reply.bindings, params_of(number))
             except ProtocolError as e:  # it is not written to and is aborted; next time it sends all addresses
-                replica.error = _text(e)
+                replica.error = in_words(e)
                 alive.forgotten.append(number)
                 continue
             alive.bound.update({(number, rank): (b.session, b.digest) for rank, b in enumerate(reply.bindings)})
@@ -215,7 +216,7 @@ class Transaction:
         for number, reply in self._clients.call(ReplicaVerbs.commit, asked, timeouts_s).items():
             replica = self.replicas[number]
             if isinstance(reply, WeightSyncError):
-                replica.error = _text(reply)
+                replica.error = in_words(reply)
                 continue
             replica.committed, times = reply, replica.times
             if times is not None:
@@ -230,7 +231,3 @@ class Transaction:
         if unserved:
             asked = {number: (self._publish, reason) for number, reason in unserved.items()}
             self._clients.call(ReplicaVerbs.abort, asked, dict.fromkeys(unserved, MIN_COMMIT_S))
-
-
-def _text(error: WeightSyncError) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -69,7 +69,8 @@ def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
             batch = _sorted(np.concatenate(later_loads))
             _check_once(param, np.concatenate([taken_by_load, batch]), writes)
             taken_by_load = _sorted(np.concatenate([taken_by_load, batch]))
-            wiped = _intersects(batch, _fill_ranges(fills))
+            filled = np.array([fill[:2] for fill in fills], dtype=np.int64).reshape(-1, 2)
+            wiped = _intersects(batch, _sorted(filled))
             if wiped is not None:
                 raise RecordError(f"{param.name}: the loader fills element {wiped} with a constant after loading it")
             taken = _sorted(np.concatenate([taken, batch]))
@@ -116,20 +117,11 @@ def _check_once(param: Param, loaded: _Ranges, writes: list[Written]) -> None:
     twice = np.flatnonzero(ranges[1:, 0] < ranges[:-1, 1])
     if len(twice):
         at = int(ranges[twice[0] + 1, 0])
-        names = [w.value.tensor for w in writes if isinstance(w.value, Load) and _covers(_ranges(w), at)]
+        loads = [(w.value.tensor, _ranges(w)) for w in writes if isinstance(w.value, Load)]
+        names = [name for name, parts in loads if ((parts[:, 0] <= at) & (at < parts[:, 1])).any()]
         raise RecordError(
             f"{param.name}: element {at} is loaded more than once, from {', '.join(dict.fromkeys(names))}"
         )
-
-
-def _covers(ranges: _Ranges, at: int) -> bool:
-    """Whether an element lies in one of the ranges."""
-    return bool(((ranges[:, 0] <= at) & (at < ranges[:, 1])).any())
-
-
-def _fill_ranges(fills: Sequence[tuple[int, int, float]]) -> _Ranges:
-    """Start and stop of fills, sorted."""
-    return _sorted(np.array([[a, b] for a, b, _ in fills], dtype=np.int64).reshape(-1, 2))
 
 
 def _intersects(first: _Ranges, second: _Ranges) -> int | None:

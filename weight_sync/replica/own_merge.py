@@ -15,7 +15,6 @@ sender's and all factors have arrived.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,11 +28,8 @@ from slipstream.weight_sync.merging.merge_operands import MergeOperands
 from slipstream.weight_sync.merging.runs import Run, runs_of, with_factors
 from slipstream.weight_sync.page_lock import host_bytes
 
-
-class ReadRegion(Protocol):
-    """Copies a rectangle of a checkpoint tensor into a view of its shape, cast to its format."""
-
-    def __call__(self, tensor: str, region: Region, out: Tensor) -> None: ...
+ReadRegion = Callable[[str, Region, Tensor], None]
+"""Copies a rectangle of a checkpoint tensor into a view of its shape, cast to its format."""
 
 
 class OwnMerge:

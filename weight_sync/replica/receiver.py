@@ -26,7 +26,7 @@ import torch
 
 from slipstream.weight_sync.errors import IntegrityError, ProtocolError
 from slipstream.weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
-from slipstream.weight_sync.layout import Binding, DestLayout, Param, PostLoad
+from slipstream.weight_sync.layout import Binding, DestLayout, PostLoad
 from slipstream.weight_sync.merging.factors import is_factor
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import LandingZone, flags_of, held_digest, zone_name
@@ -70,35 +70,35 @@ class Receiver:
         own_merge: OwnMerge | None = None,
     ) -> None:
         self._params = dict(params)
-        self._layout = layout
-        self._transport = transport
+        self.layout, self.transport = layout, transport
+        """What this rank holds and where it comes from; the link under whose session its parameters are registered."""
         self._repack = repack
         self._recompute = recompute
         self._synchronize = synchronize
         self._state = VersionState()
-        self._sent = [param for param in layout.params if param.post_load is not PostLoad.derived]
+        self.sent_params = [param for param in layout.params if param.post_load is not PostLoad.derived]
         self._covered = layout.written_ranges()
         self._covered_bytes = {name: sum(size for _, size in ranges) for name, ranges in self._covered.items()}
         self._planned = Planned.of(self._covered_bytes)
         self._check_params()
-        self._addresses = {param.name: self._params[param.name].data_ptr() for param in self._sent}
+        self._addresses = {param.name: self._params[param.name].data_ptr() for param in self.sent_params}
         self._wire_hashes: dict[str, int] = {}
         self._verified_hashes: dict[str, int] = {}
         self._offered_hashes: dict[str, int] = {}
         self.committed_hashes: dict[str, int] = {}
         """Hash of every parameter's bytes at rest at the last commit, including fills and repacking; for recovery."""
-        transport.register([self._params[param.name].detach() for param in self._sent])
-        self._places = [(param.name, start) for param in self._sent for start, _ in self._covered[param.name]]
+        transport.register([self._params[param.name].detach() for param in self.sent_params])
+        self._places = [(param.name, start) for param in self.sent_params for start, _ in self._covered[param.name]]
         self._covered_hashes = RangeHashes(
             [
                 self._params[param.name].detach().reshape(-1).view(torch.uint8)[start : start + size]
-                for param in self._sent
+                for param in self.sent_params
                 for start, size in self._covered[param.name]
             ],
             [start for _, start in self._places],
         )
         self._landing = LandingZone(landing_bytes, layout, self._params, transport) if landing_bytes else None
-        self._flags = flags_of([param.name for param in self._sent], layout)
+        self._flags = flags_of([param.name for param in self.sent_params], layout)
         self._verified_holds = ""
         """held_digest of what was verified."""
         self._holds: str | None = None
@@ -109,31 +109,16 @@ class Receiver:
         """The prepared hashing of whole parameters, by names and addresses."""
         self._own_merge = own_merge
         if own_merge is not None:
-            own_merge.digest = self._digest_of_memory([not is_factor(param.name) for param in self._sent])
+            own_merge.digest = self._digest_of_memory([not is_factor(param.name) for param in self.sent_params])
 
     @property
     def state(self) -> VersionState:
         """This rank's state. Serve only while `state.is_serving`."""
         return self._state
 
-    @property
-    def layout(self) -> DestLayout:
-        """What this rank holds and where it comes from."""
-        return self._layout
-
-    @property
-    def transport(self) -> Transport:
-        """The link under whose session the parameters are registered."""
-        return self._transport
-
-    @property
-    def sent_params(self) -> Sequence[Param]:
-        """The parameters that are sent: all except derived ones."""
-        return self._sent
-
     def describe(self) -> EngineRank:
         """What must be sent here, and where it goes."""
-        return EngineRank(Sent(self._layout), self._binding(), self._transport.link)
+        return EngineRank(Sent(self.layout), self._binding(), self.transport.link)
 
     def enter_thread(self) -> None:
         """Make this rank's GPU the current one of another thread, which is to use the link."""
@@ -164,11 +149,11 @@ class Receiver:
         moved = [name for name, address in self._addresses.items() if self._params[name].data_ptr() != address]
         if moved:
             raise ProtocolError(
-                f"{len(moved)} parameters of rank {self._layout.rank} moved since registration ({_names(moved)}):"
+                f"{len(moved)} parameters of rank {self.layout.rank} moved since registration ({_names(moved)}):"
                 " the engine reloaded or released its weights; restart this replica"
             )
         if left_open:
-            self._transport.renew()
+            self.transport.renew()
         self._base = self._hashed_holds() if holds is None else holds
         return replace(self._binding(), holds=self._base)
 
@@ -191,13 +176,13 @@ class Receiver:
         self._take_changes(expected, hashes)
         if self._synchronize is not None:
             self._synchronize()
-        wanted = {} if hashes is None else dict(zip((param.name for param in self._sent), hashes, strict=True))
+        wanted = {} if hashes is None else dict(zip((param.name for param in self.sent_params), hashes, strict=True))
         actual = self._hash_covered() if wanted else {}
         wrong = [name for name, value in actual.items() if value != wanted[name]]
         if wrong:
             shown = "; ".join(self._describe_wrong(n, actual[n], wanted[n]) for n in wrong[:MAX_NAMED])
             raise IntegrityError(
-                f"version {version}, epoch {epoch}, rank {self._layout.rank}: {len(wrong)} of {len(self._sent)}"
+                f"version {version}, epoch {epoch}, rank {self.layout.rank}: {len(wrong)} of {len(self.sent_params)}"
                 f" parameters do not hold the bytes that were sent: {shown}"
             )
         if self._own_merge is not None and expected.base:
@@ -210,10 +195,10 @@ class Receiver:
         """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. If a hook raises, it stays DIRTY."""
         state = self._state.committed(version, epoch)
         self._state = self._state.failed(epoch)
-        for fill in self._layout.fills:
+        for fill in self.layout.fills:
             whole = self._params[fill.param].detach().view(-1)
             whole[fill.offset : fill.offset + fill.num_elements].fill_(fill.value)
-        for param in self._sent:
+        for param in self.sent_params:
             if param.post_load is PostLoad.repack and self._repack is not None:
                 self._repack(param.name, self._params[param.name])
         if self._recompute is not None:
@@ -240,12 +225,12 @@ class Receiver:
         if self._synchronize is not None:
             self._synchronize()
         if hashes:
-            names = [param.name for param in self._layout.params]
+            names = [param.name for param in self.layout.params]
             actual = self._hash_whole(names)
             wrong = [name for name in names if actual[name] != hashes.get(name)]
             if wrong:
                 raise IntegrityError(
-                    f"version {version}, epoch {epoch}, rank {self._layout.rank}: {len(wrong)} of {len(names)}"
+                    f"version {version}, epoch {epoch}, rank {self.layout.rank}: {len(wrong)} of {len(names)}"
                     f" parameters read from a peer are not what it committed: {_names(wrong)}"
                 )
         self._offered_hashes = dict(hashes)
@@ -258,7 +243,7 @@ class Receiver:
 
     def abort(self, epoch: int, reason: str) -> None:
         """Stay DIRTY: the publisher gave up on this epoch. No effect on a committed version."""
-        logger.warning("rank %d: epoch %d was aborted: %s", self._layout.rank, epoch, reason)
+        logger.warning("rank %d: epoch %d was aborted: %s", self.layout.rank, epoch, reason)
         self._state = self._state.failed(epoch)
 
     def invalidate(self) -> None:
@@ -273,7 +258,7 @@ class Receiver:
 
     def _binding(self) -> Binding:
         zone = {} if self._landing is None else {zone_name(self._landing.num_bytes): self._landing.address}
-        return Binding(self._transport.session, self._addresses | zone)
+        return Binding(self.transport.session, self._addresses | zone)
 
     def _hashed_holds(self) -> str:
         """The held_digest of what is in memory now; "" if changes cannot land."""
@@ -290,17 +275,18 @@ class Receiver:
         base, self._base = self._base, ""
         if (self._landing is None and self._own_merge is None) or not base or expected.base != base:
             raise ProtocolError(
-                f"rank {self._layout.rank} got changes against {expected.base[:12] or 'nothing'}, it held"
+                f"rank {self.layout.rank} got changes against {expected.base[:12] or 'nothing'}, it held"
                 f" {base[:12] or 'nothing known'}"
             )
         if self._own_merge is not None:
-            self._own_merge.check_factors(dict(zip((param.name for param in self._sent), hashes or (), strict=True)))
+            names = (param.name for param in self.sent_params)
+            self._own_merge.check_factors(dict(zip(names, hashes or (), strict=True)))
             self._own_merge.apply()
         elif self._landing is not None:
             self._landing.apply(expected.changes)
 
     def _check_params(self) -> None:
-        for param in self._layout.params:
+        for param in self.layout.params:
             tensor = self._params.get(param.name)
             if tensor is None:
                 raise ProtocolError(f"the layout names parameter {param.name}, which the engine does not have")
@@ -331,12 +317,12 @@ class Receiver:
         ]
         if short:
             raise IntegrityError(
-                f"version {version}, rank {self._layout.rank}: {len(short)} parameters were not sent: {_names(short)}"
+                f"version {version}, rank {self.layout.rank}: {len(short)} parameters were not sent: {_names(short)}"
             )
 
     def _hash_covered(self) -> dict[str, int]:
         """Every sent parameter's hash, without fills."""
-        total = {param.name: 0 for param in self._sent}
+        total = {param.name: 0 for param in self.sent_params}
         for (name, _), value in zip(self._places, self._covered_hashes.values(), strict=True):
             total[name] = (total[name] + value) & HASH_MASK
         return total
@@ -345,12 +331,12 @@ class Receiver:
         """Every parameter's hash in the form that kernels read. Not hashed again if that is the form that arrived."""
         hashes = {
             param.name: self._wire_hashes[param.name]
-            for param in self._layout.params
+            for param in self.layout.params
             if param.post_load is PostLoad.identity
             and param.name in self._wire_hashes
             and self._covered[param.name] == [(0, param.num_bytes)]
         }
-        return hashes | self._hash_whole([param.name for param in self._layout.params if param.name not in hashes])
+        return hashes | self._hash_whole([param.name for param in self.layout.params if param.name not in hashes])
 
     def _hash_whole(self, names: Sequence[str]) -> dict[str, int]:
         """Hashes of whole parameters, with one wait for the device. Those that need a copy are hashed one by one."""
@@ -363,7 +349,7 @@ class Receiver:
         return hashes | {name: hash_bytes(held[name].contiguous()) for name in names if name not in as_is}
 
     def _describe_wrong(self, name: str, actual: int, wanted: int) -> str:
-        sources = [load.tensor for load in self._layout.loads if load.param == name]
+        sources = [load.tensor for load in self.layout.loads if load.param == name]
         shown = (
             f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else (sources[0] if sources else "nothing")
         )

@@ -87,7 +87,7 @@ class MooncakeTransport:
     ) -> None:
         self._module = engine_module() if module is None else module
         self._retry_s, self._down_s = retry_s, down_s
-        self._link = choose_link(
+        self.link = choose_link(
             kind,
             device=device,
             host=host,
@@ -95,6 +95,7 @@ class MooncakeTransport:
             has_nvlink=bool(getattr(self._module, "SUPPORT_INTRA_NVLINK", False)),
             has_cuda=bool(getattr(self._module, "SUPPORT_CUDA", False)),
         )
+        """Link really in use: "tcp", "nvlink" or "rdma"."""
         self._host = host
         self._native_timeout_s = max(1, math.ceil(timeout_s))
         self._held: dict[MemoryRange, MemoryRange] = {}
@@ -115,11 +116,6 @@ class MooncakeTransport:
         self._start()
 
     @property
-    def link(self) -> str:
-        """Link really in use: "tcp", "nvlink" or "rdma"."""
-        return self._link
-
-    @property
     def session(self) -> str:
         """host:port of this process's engine. Raises TransportError if there is no engine."""
         with self._lock:
@@ -130,7 +126,7 @@ class MooncakeTransport:
         """Register the allocations that hold these tensors. Idempotent; call while nothing is being written."""
         cuda = [t for t in tensors if t.is_cuda]
         host = [t for t in tensors if not t.is_cuda]
-        if host and self._link == "nvlink":
+        if host and self.link == "nvlink":
             raise LinkMismatch(f"the nvlink link moves device memory only, got a tensor on {host[0].device}")
         if cuda:  # Mooncake calls the driver, and a thread that has not used CUDA yet has no context (error 201)
             torch.cuda.synchronize(cuda[0].device)
@@ -210,7 +206,7 @@ class MooncakeTransport:
         for run in batches(sizes):
             pieces = slice(run.start, run.stop)
             num_bytes = sum(sizes[pieces])
-            what = f"{self._link} {verb} of {num_bytes} bytes in {len(run)} pieces with {session}"
+            what = f"{self.link} {verb} of {num_bytes} bytes in {len(run)} pieces with {session}"
             begin = time.monotonic()
             if begin >= deadline:
                 raise TransferTimeout(f"{what}: the deadline passed before it began")
@@ -242,7 +238,7 @@ class MooncakeTransport:
                 raise TransferTimeout(
                     f"{self._num_running} transfers are still running; the engine cannot be closed to reset {session}"
                 )
-            logger.warning("restarting the %s engine to close the link to %s", self._link, session)
+            logger.warning("restarting the %s engine to close the link to %s", self.link, session)
             self._restart()
 
     def renew(self) -> None:
@@ -256,7 +252,7 @@ class MooncakeTransport:
         self._held, self._registered = {}, []
 
     def _restart(self) -> None:
-        if self._link == "nvlink":
+        if self.link == "nvlink":
             torch.cuda.synchronize()  # wait for kernels that use the maps; gives this thread a context, see register()
         self._engine = None
         self._start()
@@ -266,13 +262,13 @@ class MooncakeTransport:
         if self._engine is not None:
             return
         if self._down is not None and time.monotonic() < self._down[0] + self._down_s:
-            raise TransferFailed(f"the {self._link} link is down since its engine did not start: {self._down[1]}")
+            raise TransferFailed(f"the {self.link} link is down since its engine did not start: {self._down[1]}")
         self._restart()
 
     def _start(self) -> None:
         """Make an engine and register all held memory. If either fails there is no engine, and nothing is forgotten."""
         if self._is_closed:
-            raise TransferFailed(f"the {self._link} link was closed")
+            raise TransferFailed(f"the {self.link} link was closed")
         ranges = merge_ranges(list(set(self._held.values())))
 
         def go_down(error: BaseException) -> None:
@@ -288,7 +284,7 @@ class MooncakeTransport:
 
     def _make_engine(self) -> Any:
         """Make an engine in an environment that allows only the wanted link, and check what it found."""
-        for name, value in _environment(self._link, self._native_timeout_s).items():
+        for name, value in _environment(self.link, self._native_timeout_s).items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -297,13 +293,13 @@ class MooncakeTransport:
         for num_left in reversed(range(NUM_TRIES)):
             engine = self._module.TransferEngine()
             with new_listeners_on_loopback() if self._host == LOOPBACK else contextlib.nullcontext():
-                code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
+                code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self.link == "rdma" else "tcp", "")
             if code == 0:
                 break
             if num_left == 0:
-                raise TransferFailed(f"Mooncake did not start on {self._host} over {self._link}: code {code}")
+                raise TransferFailed(f"Mooncake did not start on {self._host} over {self.link}: code {code}")
             time.sleep(random.uniform(0.2, 1.0) * self._retry_s)  # random: processes that drew the same port also retry
-        if self._link == "rdma" and not _topology_devices(engine.get_local_topology()):
+        if self.link == "rdma" and not _topology_devices(engine.get_local_topology()):
             raise LinkMismatch("weight_sync.transport=rdma, but Mooncake finds no RDMA device; choose tcp or nvlink")
         return engine
 
@@ -317,7 +313,7 @@ class MooncakeTransport:
     def _check(self, code: int, what: str) -> None:
         if code != 0:
             hint = " (a range overlaps one that is registered)" if code == _OVERLAP else ""
-            raise TransferFailed(f"Mooncake ({self._link}): {what} failed with code {code}{hint}")
+            raise TransferFailed(f"Mooncake ({self.link}): {what} failed with code {code}{hint}")
 
 
 def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:

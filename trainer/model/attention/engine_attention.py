@@ -10,7 +10,8 @@ Does not own the engine's kernel (trainer/engine_ops/vllm_attention.py).
 Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,9 @@ from slipstream.trainer.model.attention.flash_attention import (
     varlen_gradients,
 )
 
-
-class EngineKernel(Protocol):
-    """An engine's kernel of causal attention over packed sequences."""
-
-    def __call__(self, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """[T, N, V], and [N, T] in float32: the natural logarithm of each softmax's sum, a sink's term included."""
-        ...
+EngineKernel = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor]]
+"""An engine's kernel of causal attention over packed sequences: of queries, keys and values [T, N, V], and [N, T] in
+float32, the natural logarithm of each softmax's sum, a sink's term included."""
 
 
 class EngineAttention(torch.autograd.Function):
