@@ -55,10 +55,7 @@ class ChaosOptions:
 
 
 def chaos(options: ChaosOptions, say: Callable[[str], None]) -> list[Event]:
-    """Harm the run once, or again and again.
-
-    Returns:
-        The events, which chaos.jsonl has, too.
+    """Harm the run once, or again and again. Returns the events, which chaos.jsonl has, too.
 
     Raises:
         ConfigError: it is no run that can be harmed, or not like that.

@@ -27,13 +27,10 @@ from slipstream.orchestrator.socket_folder import for_engines_alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the `slipstream` command.
+    """Entry point of the `slipstream` command. Returns the exit code, see the module's docstring.
 
     Args:
         argv: Words after `slipstream`; None: those of this process.
-
-    Returns:
-        The exit code, see the module's docstring.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     received: list[int] = []

@@ -39,13 +39,10 @@ class Shape:
 
 
 def launch(config: RunConfig, words: Sequence[str], options: LaunchOptions) -> tuple[str, str]:
-    """Render the recipe.
+    """Render the recipe. Returns the file, and what to say of it.
 
     Args:
         words: the overrides that they come from.
-
-    Returns:
-        The file, and what to say of it.
 
     Raises:
         ConfigError: the run and the flags do not fit.

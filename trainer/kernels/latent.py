@@ -45,7 +45,7 @@ def latent_heads_torch(
 def latent_heads(
     q_TND: Tensor, kv_TNE: Tensor, turning_TR: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values for the kernels of attention.
+    """Queries, keys and values for the kernels of attention. Returns q [T, N, D], k [T, N, D], v [T, N, V].
 
     Args:
         q_TND: queries before rotation, D = F + R.
@@ -53,9 +53,6 @@ def latent_heads(
         turning_TR: the key part that all heads share.
         cos, sin: [T, 1, R / 2], in q's dtype.
         interleaved: dims 2i and 2i + 1 of the turning part are a pair; else i and i + R / 2.
-
-    Returns:
-        q [T, N, D], k [T, N, D], v [T, N, V].
     """
     if not is_for_triton(q_TND):
         return latent_heads_torch(q_TND, kv_TNE, turning_TR, cos, sin, interleaved=interleaved)

@@ -72,14 +72,11 @@ def run_isolated(steps: list[Operation], given: Mapping[str, Tensor]) -> Iterato
 def run_chained(
     steps: list[Operation], given: Mapping[str, Tensor], replaced: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Run all steps, each on what the others returned.
+    """Run all steps, each on what the others returned. Returns every tensor by name.
 
     Args:
         given: `token_ids`, and the tensors that are taken from elsewhere.
         replaced: outputs that are taken from `given` instead of what the step returned.
-
-    Returns:
-        Every tensor by name.
     """
     known = {"token_ids": given["token_ids"]}
     for step in steps:

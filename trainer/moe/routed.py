@@ -86,7 +86,7 @@ def routed_experts(
     keep_gate_up: Callable[[Tensor], object] | None = None,
     receive_x: Callable[[], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """Send every token through its experts.
+    """Send every token through its experts. Returns out_TH in x's dtype.
 
     Args:
         x_TH: tokens, in the compute dtype.
@@ -100,9 +100,6 @@ def routed_experts(
             saved.
         keep_gate_up: called with GU, which is saved then even if x is computed again.
         receive_x: what plan.sending(x_TH) returned; None: it was not called.
-
-    Returns:
-        out_TH in x's dtype.
     """
     return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again, keep_gate_up, receive_x)
 

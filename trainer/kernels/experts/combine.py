@@ -67,7 +67,7 @@ def weighted_sum(
     out_dtype: torch.dtype | None = None,
     out_TH: Tensor | None = None,
 ) -> Tensor:
-    """Sum each token's rows.
+    """Sum each token's rows. Returns [T, H].
 
     Args:
         rows_SH: one row per choice, contiguous.
@@ -75,9 +75,6 @@ def weighted_sum(
         row_of_choice_TK: int64, contiguous; the row of choice (t, k), or -1. Rows are sorted by expert.
         out_dtype: of the sums; None: that of rows.
         out_TH: where they are written, contiguous; None: in new memory.
-
-    Returns:
-        [T, H].
     """
     if mode is CombineMode.hf_eager:  # ascending rows are ascending experts
         row_of_choice_TK, order_TK = row_of_choice_TK.sort(-1)

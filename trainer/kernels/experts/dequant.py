@@ -24,15 +24,12 @@ WORDS_A_PROGRAM = 1024
 
 
 def dequantize_int4_torch(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """Unpack and scale.
+    """Unpack and scale. Returns out.
 
     Args:
         packed: int32 [..., K / 8], contiguous.
         scale: bfloat16 [..., K / 32], contiguous.
         out: [..., K], contiguous, any float dtype.
-
-    Returns:
-        out.
     """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     values = ((packed[..., None] >> shifts) & 0xF) - 8
@@ -41,15 +38,12 @@ def dequantize_int4_torch(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def dequantize_mxfp4_torch(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Unpack and scale.
+    """Unpack and scale. Returns out.
 
     Args:
         blocks: uint8 [..., K / 32, 16], contiguous.
         scales: uint8 [..., K / 32], contiguous.
         out: [..., K], contiguous, any float dtype.
-
-    Returns:
-        out.
     """
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=blocks.device)
     codes = torch.stack([blocks & 0xF, blocks >> 4], -1).flatten(-2)

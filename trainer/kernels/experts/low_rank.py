@@ -97,7 +97,7 @@ def low_rank_gradient_torch(
     source_S: Tensor | None = None,
     weights_S: Tensor | None = None,
 ) -> Tensor:
-    """Write (w * left)[rows of e]^T @ right[rows of e] for every expert.
+    """Write (w * left)[rows of e]^T @ right[rows of e] for every expert. Returns out_ERN.
 
     Args:
         left_SR: the narrow side.
@@ -105,9 +105,6 @@ def low_rank_gradient_torch(
         out_ERN: (E, r, N), any strides (a transposed view for a gradient of shape (E, N, r)).
         source_S: int64; row i's wide side is right[source[i]]. None: right[i].
         weights_S: the narrow side is multiplied by these and rounded again; None: all one.
-
-    Returns:
-        out_ERN.
     """
     wide = torch.promote_types(left_SR.dtype, torch.float32)
     right_SN = right_XN if source_S is None else right_XN[source_S]
@@ -197,16 +194,13 @@ add_low_rank = by_device(add_low_rank_torch, add_low_rank_triton)
 
 
 def add_dense_low_rank(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: float = 1.0) -> Tensor:
-    """Add scale * low @ P^T to rows, in place, rounded once; see the top for bfloat16.
+    """Add scale * low @ P^T to rows, in place, rounded once; see the top for bfloat16. Returns rows_TN.
 
     Args:
         rows_TN: contiguous.
         low_TR: in the format of rows; columns are contiguous.
         p_NR: in the format of rows, any strides.
         scale: of the product.
-
-    Returns:
-        rows_TN.
     """
     is_for_kernel = rows_TN.is_cuda and rows_TN.dtype is torch.bfloat16
     return (add_dense_low_rank_triton if is_for_kernel else add_dense_low_rank_torch)(rows_TN, low_TR, p_NR, scale)
