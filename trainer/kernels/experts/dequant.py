@@ -53,19 +53,18 @@ def dequantize_mxfp4_torch(blocks: Tensor, scales: Tensor, out: Tensor) -> Tenso
 
 def dequantize_int4_triton(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """The same as dequantize_int4_torch, by a kernel."""
-    num_words = packed.numel()
-    programs(_dequantize_int4, (cdiv(num_words, WORDS_A_PROGRAM),))(
-        packed, scale, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4
-    )  # fmt: skip
-    return out
+    return _launched(packed, scale, out, is_int4=True)
 
 
 def dequantize_mxfp4_triton(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
     """The same as dequantize_mxfp4_torch, by a kernel."""
-    words = blocks.view(torch.int32)
+    return _launched(blocks.view(torch.int32), scales, out, is_int4=False)
+
+
+def _launched(words: Tensor, scale: Tensor, out: Tensor, *, is_int4: bool) -> Tensor:
     num_words = words.numel()
-    programs(_dequantize_mxfp4, (cdiv(num_words, WORDS_A_PROGRAM),))(
-        words, scales, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4
+    programs(_dequantize, (cdiv(num_words, WORDS_A_PROGRAM),))(
+        words, scale, out, num_words, IS_INT4=is_int4, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4
     )  # fmt: skip
     return out
 
@@ -83,50 +82,37 @@ def _interleave8(v0, v1, v2, v3, v4, v5, v6, v7, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _int4(words, shift: tl.constexpr, scale, dtype: tl.constexpr):
-    return ((((words >> shift) & 0xF) - 8).to(tl.float32) * scale).to(dtype)
-
-
-@triton.jit
-def _dequantize_int4(packed_ptr, scale_ptr, out_ptr, num_words, WORDS_A_GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    inside = at < num_words
-    words = tl.load(packed_ptr + at, mask=inside, other=0)
-    scale = tl.load(scale_ptr + at // WORDS_A_GROUP, mask=inside, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    values = _interleave8(
-        _int4(words, 0, scale, dtype), _int4(words, 4, scale, dtype), _int4(words, 8, scale, dtype),
-        _int4(words, 12, scale, dtype), _int4(words, 16, scale, dtype), _int4(words, 20, scale, dtype),
-        _int4(words, 24, scale, dtype), _int4(words, 28, scale, dtype), BLOCK,
-    )  # fmt: skip
-    elements = first * 8 + tl.arange(0, BLOCK * 8)
-    tl.store(out_ptr + elements, values, mask=elements // 8 < num_words)
-
-
-@triton.jit
-def _e2m1(words, shift: tl.constexpr, scale, dtype: tl.constexpr):
-    """The code's bits, put where float32 has sign, exponent and mantissa, are its value * 2^-126, subnormals too."""
+def _value(words, shift: tl.constexpr, scale, dtype: tl.constexpr, IS_INT4: tl.constexpr):
+    """The bits of an e2m1 code, put where float32 has sign, exponent and mantissa, are its value * 2^-126."""
     code = words >> shift
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale).to(dtype)
+    if IS_INT4:
+        value = ((code & 0xF) - 8).to(tl.float32)
+    else:
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return (value * scale).to(dtype)
 
 
 @triton.jit
-def _dequantize_mxfp4(words_ptr, scale_ptr, out_ptr, num_words, WORDS_A_GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _dequantize(
+    words_ptr, scale_ptr, out_ptr, num_words, IS_INT4: tl.constexpr, WORDS_A_GROUP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
     inside = at < num_words
     words = tl.load(words_ptr + at, mask=inside, other=0)
-    exponent = tl.load(scale_ptr + at // WORDS_A_GROUP, mask=inside, other=127).to(tl.int32)
-    # 2^(s - 127): s is float32's own biased exponent; s = 0 is the subnormal 2^-127; s = 255 (not a number) is inf.
-    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
-    scale = bits.to(tl.float32, bitcast=True)
+    if IS_INT4:
+        scale = tl.load(scale_ptr + at // WORDS_A_GROUP, mask=inside, other=0.0).to(tl.float32)
+    else:
+        exponent = tl.load(scale_ptr + at // WORDS_A_GROUP, mask=inside, other=127).to(tl.int32)
+        # 2^(s - 127): s is float32's own biased exponent; s = 0 is the subnormal 2^-127; s = 255 (not a number) is inf.
+        scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     values = _interleave8(
-        _e2m1(words, 0, scale, dtype), _e2m1(words, 4, scale, dtype), _e2m1(words, 8, scale, dtype),
-        _e2m1(words, 12, scale, dtype), _e2m1(words, 16, scale, dtype), _e2m1(words, 20, scale, dtype),
-        _e2m1(words, 24, scale, dtype), _e2m1(words, 28, scale, dtype), BLOCK,
+        _value(words, 0, scale, dtype, IS_INT4), _value(words, 4, scale, dtype, IS_INT4),
+        _value(words, 8, scale, dtype, IS_INT4), _value(words, 12, scale, dtype, IS_INT4),
+        _value(words, 16, scale, dtype, IS_INT4), _value(words, 20, scale, dtype, IS_INT4),
+        _value(words, 24, scale, dtype, IS_INT4), _value(words, 28, scale, dtype, IS_INT4), BLOCK,
     )  # fmt: skip
     elements = first * 8 + tl.arange(0, BLOCK * 8)
     tl.store(out_ptr + elements, values, mask=elements // 8 < num_words)
