@@ -39,7 +39,8 @@ def text_messages(value: object) -> list[JsonObject]:
     """The messages of a value, each with its content as text.
 
     Content may be a list of parts of type text, which are joined. It may be null or missing beside tool calls, and is
-    None then.
+    None then. Other fields that say nothing are left out: null, which clients and Parquet write, and a list of no tool
+    calls. Templates ask whether they are there, and write calls, or drop the message's text, where there are none.
 
     Raises:
         DataError: It is no list of messages, or a content is no text. Names the message by its number, from 1.
@@ -53,7 +54,8 @@ def text_messages(value: object) -> list[JsonObject]:
             cure = "; rows in ShareGPT's form are written anew first (docs/data.md#columns)" if is_sharegpt else ""
             raise DataError(f"message {number} must be an object with a role and content, got {message!r:.60}{cure}")
         what = f"content of message {number} ({message['role']})"
-        found.append({**message, "content": _text(message.get("content"), what, bool(message.get("tool_calls")))})
+        says = {name: one for name, one in message.items() if one is not None and (one or name != "tool_calls")}
+        found.append({**says, "content": _text(message.get("content"), what, "tool_calls" in says)})
     return found
 
 

@@ -135,6 +135,19 @@ def test_options_that_are_no_variables_of_the_template_are_refused(
         TextEncoder(folder).check_options({option: True}, "data.chat_template_kwargs")
 
 
+@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("calls", [None, []])
+def test_an_answer_without_calls_is_the_same_whether_it_says_so_or_not(
+    tmp_path: Path, name: str, calls: list[Any] | None
+) -> None:
+    """Templates that ask whether `tool_calls` is there drop the answer, or fail."""
+    folder = saved(tmp_path, name)
+    answer = {**ANSWER, "tool_calls": calls, "function_call": None, "refusal": None}
+    for column, end in (("prompt", []), ("messages", [ANSWER])):
+        plain, dumped = (read(folder, {column: [USER, one, USER, *end]}, DataConfig()) for one in (ANSWER, answer))
+        assert dumped == plain
+
+
 def turns(*texts: str) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 

@@ -34,6 +34,15 @@ def test_content_becomes_text_and_the_rest_stays(value: list, contents: list[str
     assert [{**message, "content": 0} for message in found] == [{**message, "content": 0} for message in value]
 
 
+def test_fields_that_say_nothing_are_left_out() -> None:
+    """As clients of OpenAI's protocol send an answer back that calls no tool."""
+    nothing = {"refusal": None, "function_call": None, "annotations": None}
+    for calls in (None, [], ()):
+        assert text_messages(said("hi", tool_calls=calls, **nothing)) == said("hi")
+    assert text_messages(said(None, tool_calls=CALLS, **nothing)) == said(None, tool_calls=CALLS)
+    assert text_messages(said("hi", name="", weight=0)) == said("hi", name="", weight=0)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
