@@ -197,8 +197,8 @@ class AlgorithmConfig:
     """loss: the estimate is added to each token's loss. reward: it is subtracted from the reward, so that it counts in
     the advantage; the trainer first computes the batch's log-probabilities once more."""
     entropy_coef: float = 0.0
-    """Weight of the policy's mean entropy per token, which is added to what is maximized: the loss is lower, the less
-    certain the policy is. Negative: the opposite."""
+    """Weight of the policy's entropy at a token, which is subtracted from the token's loss: that is lower, the less
+    certain the policy is. As the loss, it is divided by what `normalization` says. Negative: the opposite."""
     drop_zero_variance_groups: bool = False
     """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO)."""
     max_uninformative_batches: ClassVar[int] = 10

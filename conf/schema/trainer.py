@@ -150,7 +150,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Updates of linear warm-up from 0. A step has algorithm.minibatches_per_step * algorithm.epochs_per_step."""
     final_lr_fraction: float = 1.0
     """Learning rate at the last step as a fraction of `lr`, reached along a cosine. 1.0: the rate is constant."""
     state: OptimState = OptimState.float32
