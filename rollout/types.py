@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
+from slipstream.conf.schema.reward import SHAPINGS
 from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.merging.factors import OwnMergeSpec
 
@@ -233,6 +234,15 @@ class Group:
     """One per rollout (Judgement.parts)."""
     answers: list[str | None] = field(default_factory=list)
     """One per rollout (Judgement.answer); empty: none has one."""
+
+    @property
+    def rewards_for_content(self) -> list[float | None]:
+        """`rewards` without what lengths took from them (reward.overlong_tokens, reward.length_penalty)."""
+        taken = [sum(parts.get(name) or 0.0 for name in SHAPINGS) for parts in self.parts] or [0.0] * len(self.rewards)
+        return [
+            round(reward - lost, 9) if reward is not None and lost else reward  # 0.9 + 0.1 would not be 0.8 + 0.2
+            for reward, lost in zip(self.rewards, taken, strict=True)
+        ]
 
     def staleness_steps(self, policy_version: int) -> int:
         """`policy_version` minus the oldest version in any token of the group; 0 of a group whose episodes all failed

@@ -200,7 +200,8 @@ class AlgorithmConfig:
     """Weight of the policy's entropy at a token, which is subtracted from the token's loss: that is lower, the less
     certain the policy is. As the loss, it is divided by what `normalization` says. Negative: the opposite."""
     drop_zero_variance_groups: bool = False
-    """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO)."""
+    """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO). What lengths
+    take from rewards (reward.overlong_tokens, reward.length_penalty) makes none differ here."""
     max_uninformative_batches: ClassVar[int] = 10
     """Save the state and end the run after this many times groups_per_step groups in a row were dropped for equal
     rewards: the prompts are solved, or too hard."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.conf.schema import Objective, RunConfig
-from slipstream.conf.schema.reward import SHAPINGS
 from slipstream.orchestrator.figures.estimators import Estimate, estimate, majority_vote, pass_at_k
 from slipstream.rollout.types import Group
 
@@ -181,13 +180,12 @@ def _figures_of(groups: Sequence[Group], prefix: str, ks: Sequence[int], right_f
 def _judged(group: Group, right_from: float) -> list[tuple[float, bool, str | None]]:
     """(reward, whether it is right, answer) of the responses that have a reward. A long one may be right as well."""
     nothing = [None] * len(group.rewards)
-    samples = zip(group.rewards, group.parts or nothing, group.answers or nothing, strict=True)
-    found: list[tuple[float, bool, str | None]] = []
-    for reward, parts, answer in samples:
-        if reward is not None:
-            of_length = sum((parts or {}).get(name) or 0.0 for name in SHAPINGS)
-            found.append((reward, reward - of_length >= right_from - _ROUNDING, answer))
-    return found
+    samples = zip(group.rewards, group.rewards_for_content, group.answers or nothing, strict=True)
+    return [
+        (reward, content >= right_from - _ROUNDING, answer)
+        for reward, content, answer in samples
+        if reward is not None and content is not None
+    ]
 
 
 def _named(name: str, found: Estimate | None) -> Figures:

@@ -109,7 +109,7 @@ class Sampler:
             while True:
                 own = None if sampling.seed is None else seeded(sampling, ticket.number, attempt)
                 group = await self._sample(prompt, algorithm.group_size, own)
-                self._services.prompts.observe(prompt.prompt_id, group.rewards)
+                self._services.prompts.observe(prompt.prompt_id, group.rewards_for_content)
                 self._unjudged.note(group)
                 self._unjudged.stop_if_too_many()
                 if not algorithm.drop_zero_variance_groups or self._is_informative(group):
@@ -192,8 +192,10 @@ class Sampler:
         return prompt
 
     def _is_informative(self, group: Group) -> bool:
-        """Whether its rewards differ. Raises TrainingStopped once those of too many groups in a row did not."""
-        if is_informative(group.rewards):
+        """Whether its rewards differ, whatever its lengths took from them: else responses that are all right, or all
+        wrong, would differ whenever their lengths do. Raises TrainingStopped once too many in a row did not.
+        """
+        if is_informative(group.rewards_for_content):
             self._num_uninformative_in_a_row = 0
             return True
         self.num_uninformative += 1

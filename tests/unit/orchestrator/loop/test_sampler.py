@@ -120,6 +120,26 @@ async def test_every_judged_group_is_told_to_the_order_of_prompts(tmp_path: Path
     assert max(observed) < 1000, "held-out prompts are not"
 
 
+async def test_lengths_make_no_group_informative_and_no_prompt_harder(tmp_path: Path) -> None:
+    """All right, or all wrong: responses of other lengths have other rewards, and say as little."""
+    loop = Loop(tmp_path, make_config(num_steps=4, drop_zero_variance_groups=True))
+    loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 2 == 0
+    judge = loop.rewards.score_group
+
+    async def judge_lengths(prompt: Prompt, rollouts: list[Rollout]) -> list[Judgement]:
+        lost = [-0.1 * number for number, _ in enumerate(rollouts, start=1)]
+        judged = zip(await judge(prompt, rollouts), lost, strict=True)
+        return [Judgement((one.reward or 0.0) + taken, {"length_penalty": taken}) for one, taken in judged]
+
+    loop.rewards.score_group = judge_lengths  # type: ignore[method-assign]
+    await loop.run()
+    observed = dict(loop.prompts.observed)
+    assert {reward for rewards in observed.values() for reward in rewards} == {0.0, 1.0}
+    assert all((len(set(rewards)) == 1) == (prompt_id % 2 == 0) for prompt_id, rewards in observed.items())
+    assert sum(row["rollout/groups_uninformative"] for row in loop.rows[1:]) >= 4
+    assert any(0.0 < row["reward/mean"] < 1.0 for row in loop.rows[1:]), "what trains has them"
+
+
 async def test_the_runs_reward_judges_episodes_whose_agent_returned_none_and_did_not_fail() -> None:
     """In the order of the episodes; a reward of 0 is one."""
     texts = ["own", "right", "raised", "wrong"]
