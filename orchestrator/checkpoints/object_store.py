@@ -12,21 +12,26 @@ Files pass through in parts, however large they are. A process whose run another
 nothing more.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import uuid
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from slipstream.conf.failures import in_daemon_thread
 from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.orchestrator.errors import ObjectStoreError
 from slipstream.orchestrator.files.claim import THIS_PROCESS, check_word
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
@@ -41,6 +46,8 @@ _OPTIONS = {
 long as what the kernel has still to send does on a slow line, and a server puts large files together: 15 s, the
 driver's own limit, were too few at 0.2 MB/s. It tries five times itself, each time twice.
 """
+ANSWER_S = 60.0
+"""Longest wait for the answer to a small request."""
 _CURES = {
     "NoCredentialsError": "give credentials as the driver looks for them: for S3 AWS_ACCESS_KEY_ID and "
     "AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or the machine's role",
@@ -51,6 +58,19 @@ _CURES = {
     "EndpointConnectionError": "another address than Amazon's is AWS_ENDPOINT_URL",
 }
 """Name of an error -> what to do."""
+
+
+def _soon(ask: Callable[Concatenate[ObjectStore, P], T]) -> Callable[Concatenate[ObjectStore, P], T]:
+    """A small request, which is given up when there is no answer: drivers try for many minutes, and say nothing."""
+
+    @wraps(ask)
+    def asked(store: ObjectStore, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return in_daemon_thread(partial(ask, store, *args, **kwargs)).result(ANSWER_S)
+        except TimeoutError as error:
+            raise ObjectStoreError(f"{store.url} has not answered within {ANSWER_S:.0f} s") from error
+
+    return asked
 
 
 class ObjectStore:
@@ -73,6 +93,7 @@ class ObjectStore:
             fs.loop.set_exception_handler(_note_in_the_log)
         return fs, root
 
+    @_soon
     def check(self) -> None:
         """Write, list, read and remove a small object.
 
@@ -86,6 +107,7 @@ class ObjectStore:
                 raise OSError("what was written does not come back")
             fs.rm(folder, recursive=True)
 
+    @_soon
     def claim(self) -> None:
         """From now on this process goes on with the run, and no other one."""
         with self._speaking("cannot be written") as (fs, root):
@@ -95,17 +117,20 @@ class ObjectStore:
         """Raises RunTakenOver if another process goes on with the run."""
         check_word(self.text(_OWNER) or "", self.url)
 
+    @_soon
     def folders(self) -> list[str]:
         """Names of what lies in the folder."""
         with self._speaking("cannot be listed") as (fs, root):
             return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
 
+    @_soon
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         with self._speaking("cannot be listed") as (fs, root):
             found = fs.glob(f"{root}/step-*/{MANIFEST}")
             return sorted(step for path in found if (step := _step(PurePosixPath(path).parent.name)) is not None)
 
+    @_soon
     def text(self, name: str) -> str | None:
         """A small file; None: it is not there."""
         with self._speaking(f"cannot be read ({name})") as (fs, root):

@@ -13,7 +13,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunSection
-from slipstream.orchestrator.checkpoints import checkpoint_uploads
+from slipstream.orchestrator.checkpoints import checkpoint_uploads, object_store
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, fingerprint, step_of
@@ -177,6 +177,22 @@ def test_a_store_that_hangs_does_not_hold_up_a_checkpoint(
     answers.set()
     checkpoints.finish_sending()
     assert remote.steps() == [1]
+
+
+def test_a_store_that_says_nothing_is_named(remote: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def hangs(files: LocalFileSystem, path: str) -> bool:
+        answers.wait(30)
+        return False
+
+    monkeypatch.setattr(LocalFileSystem, "exists", hangs)
+    monkeypatch.setattr(object_store, "ANSWER_S", 0.01)
+    with pytest.raises(ObjectStoreError, match=r"store/run-1 has not answered within 0 s"):
+        remote.text("config.yaml")
+    answers.set()
+    monkeypatch.setattr(object_store, "ANSWER_S", 30)
+    assert remote.text("config.yaml") is None
 
 
 def test_a_checkpoint_that_is_there_is_said_to_be_there_although_older_ones_cannot_be_removed(
