@@ -25,9 +25,7 @@ CODE = (".py", ".js", ".css", ".html", ".jinja")
 WAYS = {
     "Ray's calls, for what it places": "orchestrator/cluster/ray_handles.py",
     "verbs of a worker, of a replica, and of an engine's rank while it samples": "weight_sync/calls/connection.py",
-    "fork server: which worker to fork": "rollout/in_vllm/fork_server.py",
-    "user code: numbered questions on an inherited socket": "rollout/channel.py",
-    "push: the pipe of the sender": "orchestrator/push/sender_process.py",
+    "a process and one that it starts or has forked: a socket that both hold": "rollout/channel.py",
     "requests to a run: files in its folder": "orchestrator/control/control_folder.py",
 }
 """A way of our own, or Ray's, to call code in another process -> the module that implements it. vLLM's calls of its own
@@ -85,6 +83,9 @@ GONE = {
         "orchestrator/fleet/control_folder.py",
         "rollout/rewards/processes/frames.py",
         "rollout/agents/channel.py",
+        "rollout/user_processes/channel.py",
+        "rollout/in_vllm/preload.py",
+        "orchestrator/push/sender_process.py _run",
     ),
     "processes of an engine": (),
     "hops of a prompt": (

@@ -1,37 +1,38 @@
 """A rollout worker in a process of its own, which answers calls on a socket (weight_sync/calls).
 
     process of the owner                                     worker process, one event loop
-      WorkerProcess.start()  ---- forks or spawns it ---->   RolloutWorker(options), CallServer
+      WorkerProcess.start()  ---- forks or starts it ---->
+                             ---- Beginning ------------->   RolloutWorker(options), CallServer
                              <--- address, or an error ---
-      ended()                <--- end of the pipe --------
+      ended()                <--- end of the connection --
 
 Why not the owner's own process: a process that has not imported vLLM takes 6 to 15 s of a core to do so. This one is
 forked from the fork server that the owner has joined (in_vllm/fork_server.py), in which all of it is imported, and the
-engine's process from this one. Where there is none, or where it cannot be used, both are spawned and import vLLM.
+engine's process from this one. Where there is none, or where it cannot be used, both are started and import vLLM.
 
 Owns: that process and its end. Does not own: calls, what is called (worker.py), the server of forks, or Ray.
 Invariant: the two processes end together. An owner that dies ends the worker, whatever that is doing; when the worker
-dies, the owner is told. The pipe of multiprocessing between them carries one message, the worker's first.
+dies, the owner is told. The connection between them (rollout/channel.py) carries one message each way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
-import multiprocessing
 import os
 import signal
-from dataclasses import replace
+import socket
+import subprocess
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.conf.errors import SlipstreamError
+from slipstream.conf.errors import SlipstreamError, named_error
 from slipstream.conf.schema import Device, RolloutConfig
+from slipstream.rollout.channel import BlockingChannel, Channel, Disconnected
 from slipstream.rollout.crash_reports import death_in, how_it_ended, report_crashes
 from slipstream.rollout.die_with_owner import end_with
 from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
@@ -41,6 +42,7 @@ from slipstream.rollout.notice import tell_of_notice
 from slipstream.rollout.types import WorkerOptions
 from slipstream.rollout.worker_verbs import WorkerVerbs
 from slipstream.weight_sync.calls.server import CallServer
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 if TYPE_CHECKING:
     from slipstream.rollout.worker import RolloutWorker
@@ -50,24 +52,38 @@ logger = logging.getLogger(__name__)
 PRELOAD = "slipstream.rollout.worker"
 """What the server of workers imports beside vLLM."""
 END_TIMEOUT_S = 1.0
-"""Longest wait for the exit code of a process that has closed its end of the pipe."""
-NO_EXIT_CODE = 255
-"""What multiprocessing takes for the exit code of a process whose fork server is gone, which alone would know it."""
+"""Longest wait for the exit code of a process that has closed its end of the connection."""
+MAIN = f"{__name__}:main"
+READY = "ready"
+"""Before the worker's address; in its place, the name of an error's class, with its text."""
+Process = fork_server.Forked | subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What the worker's process is told first. See WorkerProcess.start()."""
+
+    owner_pid: int
+    options: WorkerOptions
+    seed: int
+    host: str
+    name: str
+    report: Path | None
 
 
 class WorkerProcess:
     """See the module's docstring. All methods belong to one event loop.
 
     Args:
-        connection: Our end of its pipe.
+        channel: Our end of the connection to it.
         report: See start().
     """
 
-    def __init__(self, address: str, process: BaseProcess, connection: Connection, report: Path | None) -> None:
+    def __init__(self, address: str, process: Process, channel: Channel, report: Path | None) -> None:
         self.address = address
         self._process = process
         self._report = report
-        self._ended = asyncio.get_running_loop().create_task(_end_of(process, connection))
+        self._ended = asyncio.get_running_loop().create_task(_end_of(process, channel))
 
     @classmethod
     async def start(
@@ -86,16 +102,17 @@ class WorkerProcess:
             SlipstreamError: The worker cannot be made.
             EngineDied: The process has ended.
         """
-        process, connection = await asyncio.to_thread(_start, (options, seed, host, name, report))
-        await _readable(connection)
+        ours, process = await asyncio.to_thread(_start)
+        channel = await Channel.over(ours)
+        channel.send(pack(Beginning(os.getpid(), options, seed, host, name, report)))
         try:
-            address = connection.recv()
-        except (EOFError, OSError):
-            await _end_of(process, connection)
+            said, text = await channel.receive()
+        except Disconnected:
+            await _end_of(process, channel)
             raise _death(process, report) from None
-        if isinstance(address, Exception):
-            raise address
-        return cls(address, process, connection, report)
+        if said != READY:
+            raise (named_error(said, SlipstreamError) or RuntimeError)(text)
+        return cls(text, process, channel, report)
 
     async def ended(self) -> EngineDied:
         """How the process ended, once it has."""
@@ -103,60 +120,52 @@ class WorkerProcess:
         return _death(self._process, self._report)
 
 
-async def _end_of(process: BaseProcess, connection: Connection) -> None:
-    """Wait for the end of a process, which closes its end of the pipe."""
-    await _readable(connection)
-    await asyncio.to_thread(process.join, END_TIMEOUT_S)  # so that it is known how it ended
+async def _end_of(process: Process, channel: Channel) -> None:
+    """Wait for the end of a process, which closes its end of the connection."""
+    with contextlib.suppress(Disconnected):
+        await channel.receive()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(process.wait, END_TIMEOUT_S)  # so that it is known how it ended
 
 
-async def _readable(connection: Connection) -> None:
-    """Wait for a message, or for the end of the other process."""
-    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(connection.fileno(), is_readable.set)
-    try:
-        await is_readable.wait()
-    finally:
-        loop.remove_reader(connection.fileno())
-
-
-def _death(process: BaseProcess, report: Path | None) -> EngineDied:
-    exit_code = None if process.exitcode == NO_EXIT_CODE else process.exitcode
-    how = (death_in(report) if report is not None else "") or how_it_ended(exit_code)
+def _death(process: Process, report: Path | None) -> EngineDied:
+    how = (death_in(report) if report is not None else "") or how_it_ended(process.returncode)
     return EngineDied(f"process {process.pid} of the rollout worker {how}")
 
 
-def _start(arguments: tuple[object, ...]) -> tuple[BaseProcess, Connection]:
+def _start() -> tuple[socket.socket, Process]:
     """Start the process. Call it in a thread: it waits until the fork server has imported vLLM."""
-    context: fork_server.ForkContext | SpawnContext = fork_server.ForkContext()
-    if why := fork_server.why_not():
-        logger.warning("no fork server (%s): the rollout worker and its engine import vLLM themselves", why)
-        context = multiprocessing.get_context("spawn")
-        os.environ.setdefault(METHOD_VARIABLE, "spawn")  # what keeps the server from forking keeps the worker, too
-    ours, theirs = context.Pipe()
-    process: BaseProcess = context.Process(target=_work, args=(theirs, os.getpid(), *arguments))
-    process.start()
-    theirs.close()
-    atexit.register(process.kill)  # multiprocessing would wait for its end, and it for ours
-    return process, ours
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process: Process = fork_server.fork(MAIN, theirs)
+        except fork_server.CannotFork as why:
+            logger.warning("no fork server (%s): the rollout worker and its engine import vLLM themselves", why)
+            os.environ.setdefault(METHOD_VARIABLE, "spawn")  # what keeps the server from forking keeps the worker, too
+            descriptor = theirs.fileno()
+            process = subprocess.Popen(fork_server.python_calls(MAIN, descriptor), pass_fds=(descriptor,))
+    atexit.register(process.kill)
+    return ours, process
 
 
-def _work(
-    connection: Connection, owner_pid: int, options: WorkerOptions, seed: int, host: str, name: str, report: Path | None
-) -> None:
+def main(descriptor: int) -> None:
     """Runs in the worker's process."""
     from setproctitle import setproctitle
 
-    setproctitle(f"slipstream::{name}")
-    end_with(owner_pid)
+    os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=descriptor)
+    begin = unpack(Beginning, BlockingChannel(connection).receive())
+    setproctitle(f"slipstream::{begin.name}")
+    end_with(begin.owner_pid)
     os.register_at_fork(after_in_child=partial(_be_forked, os.getpid(), connection))
-    log_to_stderr(name)
-    if report is not None:
-        report_crashes(report)
-    asyncio.run(_serve(connection, options, seed, host))
+    log_to_stderr(begin.name)
+    if begin.report is not None:
+        report_crashes(begin.report)
+    asyncio.run(_serve(connection, begin.options, begin.seed, begin.host))
     os._exit(0)  # the owner is gone; vLLM's clean-up at a normal exit has nobody to talk to
 
 
-def _be_forked(worker_pid: int, connection: Connection) -> None:
+def _be_forked(worker_pid: int, connection: socket.socket) -> None:
     """Runs in the process that the worker forks for its engine, which ends with the worker from now on.
     in_vllm/engine_process.py sees to that once vLLM imports it; until then the engine's process would wait minutes for
     a worker that is gone, and hold its sockets. A signal to this process must not reach the worker's event loop."""
@@ -171,10 +180,11 @@ def log_to_stderr(name: str) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname).1s [{name}] %(name)s: %(message)s")
 
 
-async def _serve(connection: Connection, options: WorkerOptions, seed: int, host: str) -> None:
-    """Make the worker, tell where it answers, and answer until the owner closes its end of the pipe. SIGTERM tells it
-    to go, or a notice (notice.py), which its run does with it (fleet/scaling.py).
+async def _serve(connection: socket.socket, options: WorkerOptions, seed: int, host: str) -> None:
+    """Make the worker, tell where it answers, and answer until the owner closes its end of the connection. SIGTERM
+    tells it to go, or a notice (notice.py), which its run does with it (fleet/scaling.py).
     """
+    channel = await Channel.over(connection)
     try:
         worker = _make(options, seed, host)
         server = CallServer(worker, WorkerVerbs, options.key, host=host)
@@ -182,11 +192,16 @@ async def _serve(connection: Connection, options: WorkerOptions, seed: int, host
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.tell_to_go, "SIGTERM")
         notice = options.config.notice
         watching = None if notice is None else asyncio.create_task(tell_of_notice(notice, worker.tell_to_go))
-    except Exception as error:  # noqa: BLE001 - raised by start() in the owner's process
-        connection.send(_as_sent(error))
+    except Exception as error:  # raised by start() in the owner's process
+        name, text = type(error).__name__, str(error)
+        if not isinstance(error, SlipstreamError):
+            logger.exception("the rollout worker cannot be made")
+            text = f"{name}: {text}"
+        channel.send([name, text])
         return
-    connection.send(server.address)
-    await _readable(connection)
+    channel.send([READY, server.address])
+    with contextlib.suppress(Disconnected):
+        await channel.receive()
     if watching is not None:
         watching.cancel()
 
@@ -212,11 +227,3 @@ def with_its_share(options: WorkerOptions) -> RolloutConfig:
     from slipstream.rollout.engine.vllm_process import gpu_bytes
 
     return replace(config, kv_cache_bytes=cache_bytes(config, options.tensors, options.adapters, gpu_bytes()))
-
-
-def _as_sent(error: Exception) -> Exception:
-    """The error that the other process raises: ours as it is; of others the text, for they may not survive a pipe."""
-    if isinstance(error, SlipstreamError):
-        return error
-    logger.error("the rollout worker cannot be made", exc_info=error)
-    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -168,7 +168,7 @@ class ForkServerActor:
     @ray.method
     def address(self, environment: Mapping[str, str]) -> str:
         """Where the server listens. The first call starts it: vLLM is imported under these variables."""
-        return fork_server.begin_as(environment, also=[worker_process.PRELOAD])
+        return fork_server.begin(environment, also=[worker_process.PRELOAD])
 
 
 class RolloutActor:

@@ -6,8 +6,7 @@ adopted orphans. Does not own: which processes a run has (nodes.py, ray_host.py)
 Invariant: of shared memory only what a killed process had mapped is removed, so another run keeps its own.
 
 Python's shared memory (vLLM makes some for every engine of several ranks) is removed by a process that Python starts
-beside it, the resource tracker, as soon as nobody is left who uses it. It is therefore killed last, after a grace. A
-tracker that this process has started, as one with a fork server has, is left first: it would wait for this process.
+beside it, the resource tracker, as soon as nobody is left who uses it. It is therefore killed last, after a grace.
 """
 
 import contextlib
@@ -15,9 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
-from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -42,7 +39,6 @@ def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: fl
     names: set[str] = set()
     while alive := [process for process in find() if _is_alive(process)]:
         names |= shared_memory_of(alive)
-        _leave_own_tracker(alive)
         waited_s = time.monotonic() - started
         if waited_s > timeout_s:
             break
@@ -97,11 +93,3 @@ def _is_tracker(process: psutil.Process) -> bool:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
-
-
-def _leave_own_tracker(alive: Iterable[psutil.Process]) -> None:
-    """Stop using this process's resource tracker, if it is among these, so that it ends with the last other user."""
-    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportPrivateUsage]
-    if tracker._fd is not None and tracker._pid in {process.pid for process in alive}:
-        os.close(tracker._fd)
-        tracker._fd = None

@@ -92,7 +92,7 @@ def main(options: HostOptions) -> None:
     threading.Thread(target=_end_with_stdin, args=(options, controller), daemon=True).start()
     if options.workers_import_under is not None:
         with _output_to(PrivateFolder(Path(options.folder)).fork_server_log):
-            fork_server.begin_beforehand(options.workers_import_under, also=[worker_process.PRELOAD])
+            fork_server.begin(options.workers_import_under, also=[worker_process.PRELOAD])
     _start_ray(options, controller)
     own = {child.pid for child in psutil.Process().children()}
     while True:  # the kernel ends Ray's servers when the thread that started them ends: this one must not

@@ -1,6 +1,6 @@
 """What vLLM imports into each process of an engine before it loads the model: the product's worker_extension_cls.
 
-This module acts when it is imported, and no other of the product does but preload.py: vLLM calls nothing of ours at
+This module acts when it is imported, and no other of the product does: vLLM calls nothing of ours at
 this point, and what it does must come before the model is loaded. (vLLM calls its plugins there, but finds them only if
 the package is installed.)
 """

@@ -2,45 +2,48 @@
 
     a node of a run (orchestrator/cluster)
 
-    ray_host.py       begin_beforehand()  beside Ray's start
-    ForkServerActor   begin_as()   that one, or one of its own
-    RolloutActor      join()       it forks the worker's process, of which vLLM forks the engine's (vllm_process.py)
+    ray_host.py       begin()   beside Ray's start
+    ForkServerActor   begin()   that one, or one of its own
+    RolloutActor      join()    fork() makes the worker's process, of which vLLM forks the engine's (vllm_process.py)
 
-Without it, each worker imports all of vLLM: 15 s of its start on a host with GPUs. The server is one of
-multiprocessing's, but not the one that every other user of "forkserver" in this process shares. It runs no kernel and
-never opens a GPU, so that what is forked from it may.
+    who asks                                                             server
+      three descriptors, then [function, variables, ...]  --------->     forks
+      <-- ["forked", pid] or ["refused", why] ----  the forked process, or the server
+      <-- [exit code] ----------------------------  the server, when that process has ended
+
+Without it, each worker imports all of vLLM: 15 s of its start on a host with GPUs. The server has one thread, runs no
+kernel and never opens a GPU, so that what is forked from it may. It listens on a socket in a folder that only this user
+can enter.
 
 Processes are forked as long as the variables that imports read (IMPORTS_READ) are what they were when the server
-imported. Where they are not, and where the server is gone, why_not() says so and the process that is asked for imports
-vLLM itself.
+imported. Where they are not, or the server is gone, fork() says so, and who asks starts a process that imports vLLM.
 
-Owns: these servers, and the processes that they fork. Does not own: when a run has a server (orchestrator/cluster).
-Invariant: a forked process has the environment and the output of the process that asked for it, and the variables that
-vLLM's imports have set, as a spawned one would.
+Owns: these servers, and the processes that they fork. Does not own: when a run has a server (orchestrator/cluster), nor
+the framing of messages (rollout/channel.py).
+Invariant: a forked process has the environment, the folder, the path of modules and the output of the process that
+asked for it, and the variables that vLLM's imports have set, as a spawned one would.
 """
 
 import contextlib
 import json
 import os
+import selectors
+import signal
+import socket
+import subprocess
 import sys
-import threading
+import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from multiprocessing import forkserver, popen_forkserver, resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from multiprocessing.reduction import DupFd
-from typing import Any
+from pathlib import Path
 
-import psutil
+from slipstream.rollout.channel import BlockingChannel, Disconnected
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
+from slipstream.rollout.in_vllm.process_imports import can_use_gpu, import_vllm
 
-from slipstream.rollout.crash_reports import report_beside_parent
-from slipstream.rollout.die_with_owner import OWNER_VARIABLE
-from slipstream.rollout.in_vllm.process_imports import can_use_gpu
-
-PRELOAD = "slipstream.rollout.in_vllm.preload"
-PRELOAD_TIMEOUT_S = 300.0
-"""Longest wait for the answer of a forked process."""
+ANSWER_TIMEOUT_S = 300.0
+"""Longest wait for the answer of a server, which may be importing vLLM."""
 IMPORTS_READ = (
     "PYTHON", "LD_", "VLLM_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TRANSFORMERS_",
     "OMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_",
@@ -49,124 +52,111 @@ IMPORTS_READ = (
 OF_ONE_PROCESS = ("VLLM_RPC_BASE_PATH", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT")
 """Those among them that may differ: the folder of sockets and the GPUs of a worker or engine, and what Ray sets."""
 BEGUN_VARIABLE = "SLIPSTREAM_FORK_SERVER"
-"""Environment variable with pid and address of a server that was begun beforehand, and the variables that its imports
-read, as JSON; not an option."""
+"""Environment variable with the address of a server, and the variables that its imports read, as JSON; not an
+option."""
 
 
-class _Server(forkserver.ForkServer):
+class CannotFork(Exception):
+    """Why the server forks no process for this one."""
+
+
+class Forked:
+    """A process that the server has forked, as its owner sees it: the part of subprocess.Popen that is needed."""
+
+    def __init__(self, pid: int, server: BlockingChannel) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """None: it goes on, or it ended after its server, which alone would know."""
+        self._server = server
+        self._process: int | None = None
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._process = os.pidfd_open(pid)
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end. Returns its exit code, negative if a signal ended it."""
+        if self.returncode is None and self._server.hears(timeout):
+            with contextlib.suppress(Disconnected):
+                (self.returncode,) = self._server.receive()
+        return self.returncode
+
+    def kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+
+class _Server:
     """The server of this process: its own, or another process's."""
 
-    _forkserver_address: str | None
-    _forkserver_alive_fd: int | None
-    _forkserver_pid: int | None
-
     def __init__(self) -> None:
-        super().__init__()
-        self._is_own = True
-        self.is_known = False
+        self.address = ""
+        """The path of the socket where it listens; empty: there is none."""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def begin(self, modules: Sequence[str]) -> None:
-        self.is_known = True
-        self.set_forkserver_preload(list(modules))
-        self.ensure_running()
-
-    def join(self, address: str, alive_fd: int) -> None:
-        """Use another process's."""
-        self.is_known, self._is_own = True, False
-        self._forkserver_address, self._forkserver_alive_fd = address, alive_fd
+    def begin(self, environment: Mapping[str, str], also: Sequence[str]) -> None:
+        """Start one, which ends with this process and inherits its output. `environment` replaces what imports read."""
+        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
+        self.address = str(Path(self._folder.name, "server"))
+        others = {name: value for name, value in os.environ.items() if not name.startswith(IMPORTS_READ)}
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            self._process = subprocess.Popen(
+                python_calls(f"{__name__}:serve", listener.fileno(), list(also)),
+                pass_fds=(listener.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=others | dict(environment) | {OWNER_VARIABLE: str(os.getpid())},
+            )
 
     @property
-    def pid(self) -> int:
-        """Its process, of one that begin() has started."""
-        assert self._forkserver_pid is not None, "begin() comes first"
-        return self._forkserver_pid
-
-    @property
-    def address(self) -> str:
-        """Where it listens: a socket, which processes of this user can connect to."""
-        assert self._forkserver_address is not None, "begin() comes first"
-        return self._forkserver_address
-
-    def ensure_running(self) -> None:
-        if self._is_own:
-            super().ensure_running()
-        else:
-            resource_tracker.ensure_running()
+    def has_died(self) -> bool:
+        """Whether it was this process's own, and is gone."""
+        return self._process is not None and self._process.poll() is not None
 
 
 _server = _Server()
 
 
-def begin(also: Sequence[str] = ()) -> None:
-    """Start this process's fork server, which ends with it. Call it with the environment of the engines set, before
-    vLLM is imported here. Does nothing in a process that has a server.
+def python_calls(function: str, *arguments: object) -> list[str]:
+    """The command line of a Python process that finds modules where this one does, and calls "module:function"."""
+    module, _, name = function.partition(":")
+    given = ", ".join(map(repr, arguments))
+    return [sys.executable, "-c", f"import sys; sys.path = {sys.path!r}; import {module} as m; m.{name}({given})"]
+
+
+def begin(environment: Mapping[str, str], also: Sequence[str] = ()) -> str:
+    """Start this process's server for processes of an environment (imports_read()), unless it has one that lives, or
+    its own environment names one for them. Processes that this one starts find it there.
 
     Args:
         also: Modules to import after vLLM.
-    """
-    if not _server.is_known:
-        os.environ[OWNER_VARIABLE] = str(os.getpid())
-        _server.begin([PRELOAD, *also])
-
-
-def begin_beforehand(environment: Mapping[str, str], also: Sequence[str] = ()) -> None:
-    """As begin(), for processes that this one will start and whose environment is known (imports_read()). They find
-    the server by their environment (begin_as()). Does nothing where this process's own environment names one for them.
-    """
-    if _begun_beforehand(environment):
-        return
-    here = dict(os.environ)
-    _set_imports_read(environment)
-    try:
-        begin(also)
-    finally:
-        os.environ.clear()
-        os.environ.update(here)
-    os.environ[BEGUN_VARIABLE] = json.dumps([_server.pid, _server.address, _comparable(environment)])
-
-
-def begin_as(environment: Mapping[str, str], also: Sequence[str] = ()) -> str:
-    """As begin(), in another process's environment (imports_read()), unless there is a server that was begun beforehand
-    for it. If the server has died, another one is begun.
 
     Returns:
         The server's address, for join().
     """
-    if _server.is_known:
-        _server.ensure_running()
-        return _server.address
-    if address := _begun_beforehand(environment):
-        return address
-    _set_imports_read(environment)
-    begin(also)
+    if _server.has_died or not _server.address:
+        if address := _begun(environment):
+            return address
+        _server.begin(environment, also)
+        os.environ[BEGUN_VARIABLE] = json.dumps([_server.address, _comparable(environment)])
     return _server.address
 
 
-def _begun_beforehand(environment: Mapping[str, str]) -> str:
+def _begun(environment: Mapping[str, str]) -> str:
     """Address of the server that this process's environment names, if it runs and imported under that one; or empty."""
     begun = os.environ.get(BEGUN_VARIABLE)
-    if not begun:
-        return ""
-    pid, address, read = json.loads(begun)
-    return address if read == _comparable(environment) and _runs(pid) else ""
-
-
-def _set_imports_read(environment: Mapping[str, str]) -> None:
-    for name in imports_read(os.environ).keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
-
-
-def _runs(pid: int) -> bool:
-    """Whether the server does; one that was killed may wait for its parent to notice."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
+    if begun:
+        address, read = json.loads(begun)
+        with socket.socket(socket.AF_UNIX) as asking:
+            if read == _comparable(environment) and asking.connect_ex(address) == 0:
+                return address
+    return ""
 
 
 def join(address: str) -> None:
-    """Fork this process's engines, or other processes, from a server that another process has begun."""
-    _server.join(address, os.open(os.devnull, os.O_RDONLY))
+    """Let this process's workers be forked from a server that another process has begun."""
+    _server.address = address
 
 
 def imports_read(environment: Mapping[str, str]) -> dict[str, str]:
@@ -178,98 +168,131 @@ def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in imports_read(environment).items() if name not in OF_ONE_PROCESS}
 
 
-def why_not() -> str:
-    """Why the server cannot be used for processes of this one, which has not imported vLLM; empty if it can. Waits
-    until it has imported vLLM.
+def fork(function: str, connection: socket.socket) -> Forked:
+    """Let the server fork a process, which calls "module:function" with the number of its descriptor of `connection`.
+    Waits until the server has imported vLLM.
+
+    Raises:
+        CannotFork: It does not.
     """
-    if not _server.is_known:
-        return "there is none"
-    context = ForkContext()
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_look, args=(_comparable(os.environ), sender))
+    if not _server.address:
+        raise CannotFork("there is none")
+    with contextlib.ExitStack() as refused:
+        asking = refused.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            asking.connect(_server.address)
+            socket.send_fds(asking, [b"+"], [1, 2, connection.fileno()])
+            server = BlockingChannel(asking)
+            server.send([function, dict(os.environ), os.getcwd(), sys.path])
+            if not server.hears(ANSWER_TIMEOUT_S):
+                raise CannotFork(f"the fork server did not answer within {ANSWER_TIMEOUT_S:g} s")
+            answer = server.receive()
+        except OSError as error:
+            raise CannotFork(f"the fork server is gone ({type(error).__name__})") from error
+        match answer:
+            case ["forked", int() as pid]:
+                refused.pop_all()
+                return Forked(pid, server)
+            case ["refused", str() as why]:
+                raise CannotFork(why)
+            case _:
+                raise CannotFork(f"a process of the fork server ended with exit code {answer[0]}")
+
+
+def serve(listening: int, also: Sequence[str]) -> None:
+    """Runs in the server's process: imports, then forks for whoever asks at the socket with this descriptor."""
+    before = dict(os.environ)
+    end_with(int(os.environ[OWNER_VARIABLE]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import_vllm()
+    for name in also:
+        import_module(name)
+    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    sys.stdout.flush()  # or each process would print again what waits here
+    with socket.socket(fileno=listening) as listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.data is None:
+                    _answer(listener, selector, before, set_by_imports)
+                    continue
+                pid, asking = key.data
+                _, status = os.waitpid(pid, 0)
+                asking.send([os.waitstatus_to_exitcode(status)])
+                asking.close()
+                selector.unregister(key.fd)
+                os.close(key.fd)
+
+
+def _answer(
+    listener: socket.socket,
+    selector: selectors.BaseSelector,
+    before: Mapping[str, str],
+    set_by_imports: dict[str, str],
+) -> None:
+    """Answer one who asks."""
+    connection, _ = listener.accept()
+    asking = BlockingChannel(connection)
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
     try:
-        process.start()
-    except (OSError, EOFError) as error:
-        receiver.close()
-        return f"the fork server is gone ({type(error).__name__})"
+        request = asking.receive()
+        changed = {name for name, _ in _comparable(before).items() ^ _comparable(request[1]).items()}
+        if changed:
+            asking.send(["refused", f"changed since its imports: {', '.join(sorted(changed))}"])
+        elif pid := os.fork():
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asking))
+            return
+        else:
+            listener.close()
+            selector.close()
+            _become(request, set_by_imports, descriptors, asking)
+    except Disconnected:  # it only wanted to know whether there is a server
+        pass
     finally:
-        sender.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+    asking.close()
+
+
+def _become(
+    request: tuple[str, dict[str, str], str, list[str]],
+    set_by_imports: dict[str, str],
+    descriptors: Sequence[int],
+    asking: BlockingChannel,
+) -> None:
+    """Runs in a forked process, to its end."""
+    function, environment, folder, path = request
+    exit_code = 1
     try:
-        if not receiver.poll(PRELOAD_TIMEOUT_S):
-            process.kill()
-            return f"a process of the fork server did not answer within {PRELOAD_TIMEOUT_S:g} s"
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        return f"a process of the fork server ended with exit code {process.exitcode}"
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        *output, connection = descriptors
+        for descriptor, sent in enumerate(output, start=1):
+            os.dup2(sent, descriptor)
+            os.close(sent)
+        _take(set_by_imports | environment)
+        os.chdir(folder)
+        sys.path[:] = path
+        if can_use_gpu():
+            asking.send(["forked", os.getpid()])
+            module, _, name = function.partition(":")
+            getattr(import_module(module), name)(connection)
+        else:
+            asking.send(["refused", "what it forks cannot use the GPU"])
+        exit_code = 0
+    except BaseException:  # noqa: BLE001 - the boundary of this process
+        traceback.print_exc()
     finally:
-        receiver.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
 
 
-def _look(variables: Mapping[str, str], sender: Connection) -> None:
-    """Runs in a forked process: sends what why_not() is to say."""
-    preload = sys.modules.get(PRELOAD)
-    if preload is None:
-        sender.send("it has not imported vLLM")
-    elif names := {name for name, _ in _comparable(preload.BEFORE).items() ^ variables.items()}:
-        sender.send(f"changed since its imports: {', '.join(sorted(names))}")
-    else:
-        sender.send("" if can_use_gpu() else "what it forks cannot use the GPU")
-
-
-class _Popen(popen_forkserver.Popen):
-    """Asks our server for the process."""
-
-    _asking = threading.Lock()
-
-    def _launch(self, process_obj: Any) -> None:
-        shared = forkserver.connect_to_new_process
-        with self._asking:
-            forkserver.connect_to_new_process = _server.connect_to_new_process
-            try:
-                super()._launch(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
-            finally:
-                forkserver.connect_to_new_process = shared
-
-
-class _Process(ForkServerProcess):
-    """A process with the environment and the output of the one that made it. (A fork server's children have the
-    server's.)
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._environment = dict(os.environ)
-        self._output: dict[int, Any] = {}
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:
-        return _Popen(process_obj)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickled while the process is started: only then can descriptors be sent along."""
-        return self.__dict__ | {"_output": {descriptor: DupFd(descriptor) for descriptor in (1, 2)}}
-
-    def run(self) -> None:
-        """Called in the forked process."""
-        for descriptor, sent in self._output.items():
-            os.dup2(sent.detach(), descriptor)
-        preload: Any = sys.modules.get(PRELOAD)
-        environment = (preload.SET_BY_IMPORTS if preload else {}) | self._environment
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        threads = environment.get("OMP_NUM_THREADS", "")
-        if threads != os.environ.get("OMP_NUM_THREADS", "") and threads.isdecimal() and "torch" in sys.modules:
-            import_module("torch").set_num_threads(int(threads))  # which has read the server's
-        # Only what differs: setproctitle looks for the strings with which the process began.
-        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
-        inherited: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
-        _server.join(inherited._forkserver_address, inherited._forkserver_alive_fd)
-        report_beside_parent()
-        super().run()
-
-
-class ForkContext(ForkServerContext):
-    """The context of multiprocessing whose processes the server forks."""
-
-    Process = _Process  # type: ignore[assignment]
+def _take(environment: Mapping[str, str]) -> None:
+    """Make it this process's."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if threads != os.environ.get("OMP_NUM_THREADS", "") and threads.isdecimal() and "torch" in sys.modules:
+        import_module("torch").set_num_threads(int(threads))  # which has read the server's
+    # Only what differs: setproctitle looks for the strings with which the process began.
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 HEALTH_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest answer that is read. call() gets the largest: a digest per weight and rank."""
+"""Largest answer that is read."""
 MODES_HINT = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "slipstream"}\''
 
 

@@ -4,16 +4,20 @@ workers in their own environment.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
-from cases.environment_of_a_child import written_environment
+import pytest
 from cases.tiny_configs import DENSE
 from cases.vllm_process import import_path
 
-from slipstream.rollout.in_vllm.fork_server import ForkContext
+from slipstream.rollout.channel import BlockingChannel
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE
+from slipstream.rollout.in_vllm import fork_server
+from slipstream.rollout.in_vllm.fork_server import CannotFork, Forked
 
 TIMEOUT_S = 240.0
 WORKER = """
@@ -60,28 +64,62 @@ def test_engines_and_ranks_are_forked_from_the_worker_and_all_end_with_it(tmp_pa
         finally:
             worker.kill()
     assert told == ["True", "True", "5"], "each engine would import more of vLLM"
-    assert sum("spawn_main" in title or "forkserver" in title for title in titles) == 0
+    assert sum("spawn_main" in title or "fork_server" in title for title in titles) == 0
     assert sum("VLLM::EngineCore" in title for title in titles) == 1
     assert sum("VLLM::Worker" in title for title in titles) == 2
     _, alive = psutil.wait_procs(tree, timeout=TIMEOUT_S)
     assert not alive
 
 
-def test_a_forked_process_has_the_environment_in_which_it_was_made(tmp_path: Path) -> None:
-    context = ForkContext()
-    os.environ["SET_BEFORE"] = "1"
-    try:
-        first = context.Process(target=written_environment, args=(tmp_path / "first",))
-        first.start()  # the server starts here
-        del os.environ["SET_BEFORE"]
-        os.environ["SET_LATER"] = "1"
-        second = context.Process(target=written_environment, args=(tmp_path / "second",))
-        second.start()
-    finally:
-        os.environ.pop("SET_BEFORE", None)
-        os.environ.pop("SET_LATER", None)
-    for process in (first, second):
-        process.join(TIMEOUT_S)
-    assert json.loads((tmp_path / "first").read_text())["SET_BEFORE"] == "1"
-    seen = json.loads((tmp_path / "second").read_text())
-    assert (seen.get("SET_BEFORE"), seen.get("SET_LATER")) == (None, "1")
+SERVER = """
+import sys
+from slipstream.rollout.in_vllm import fork_server
+
+fork_server.import_vllm = lambda: None
+fork_server.serve(int(sys.argv[1]), [])
+"""
+
+
+def test_a_forked_process_has_the_environment_in_which_it_was_asked_for_and_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server imports nothing here."""
+    monkeypatch.setenv("SET_BEFORE", "1")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "server"))
+    listener.listen()
+    environ = {**os.environ, "PYTHONPATH": import_path(), OWNER_VARIABLE: str(os.getpid())}
+    command = [sys.executable, "-c", SERVER, str(listener.fileno())]
+    monkeypatch.setattr(fork_server, "_server", fork_server._Server())
+    fork_server.join(str(tmp_path / "server"))
+    with subprocess.Popen(command, env=environ, pass_fds=(listener.fileno(),)) as server:
+        listener.close()
+        monkeypatch.setenv("PYTHONPATH", import_path())
+        first, written = ask()
+        assert written["SET_BEFORE"] == "1"
+        assert first.wait(TIMEOUT_S) == 0
+        monkeypatch.delenv("SET_BEFORE")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setenv("SET_LATER", "1")
+        second, written = ask()
+        assert (written.get("SET_BEFORE"), written.get("SET_LATER")) == (None, "1")
+        assert psutil.Process(second.pid).ppid() == server.pid
+        second.kill()
+        assert second.wait(TIMEOUT_S) == -9
+        monkeypatch.setenv("TORCH_OTHER", "1")
+        with pytest.raises(CannotFork, match="changed since its imports: TORCH_OTHER"):
+            ask()
+        server.kill()
+    with pytest.raises(CannotFork, match="the fork server is gone"):
+        ask()
+
+
+def ask() -> tuple[Forked, dict[str, str]]:
+    """A process that tells its environment, is where this one is, and then ends, or waits where SET_LATER is set."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = fork_server.fork("cases.environment_of_a_child:told_environment", theirs)
+    environment, *place = BlockingChannel(ours).receive()
+    assert place == [os.getcwd(), sys.path]
+    return process, environment

@@ -27,17 +27,17 @@ from slipstream.rollout.in_vllm import fork_server
 
 ASK = (
     "import os, sys; from slipstream.rollout.in_vllm import fork_server as f;"
-    "read = {**f.imports_read(os.environ), **dict(word.split('=') for word in sys.argv[1:])}; f.begin_beforehand(read);"
-    "print(f.begin_as(read)); os._exit(0)"
+    "read = {**f.imports_read(os.environ), **dict(word.split('=') for word in sys.argv[1:])}; "
+    "print(f.begin(read)); os._exit(0)"
 )
 there = dict(os.environ)
 set_engine_environment(Device.cpu, batch_invariant=False, environment=there)
 before = dict(os.environ)
-fork_server.begin_beforehand(fork_server.imports_read(there))
+fork_server.begin(fork_server.imports_read(there))
 begun = there[fork_server.BEGUN_VARIABLE] = os.environ.pop(fork_server.BEGUN_VARIABLE)
 assert dict(os.environ) == before
-pid, address, _ = json.loads(begun)
-print(pid, address, flush=True)
+address, _ = json.loads(begun)
+print(fork_server._server._process.pid, address, flush=True)
 for line in sys.stdin:
     print(subprocess.check_output([sys.executable, "-c", ASK, *line.split()], env=there, text=True).strip(), flush=True)
 """
@@ -50,7 +50,7 @@ from slipstream.rollout.in_vllm import fork_server
 
 set_engine_environment(Device.cpu, batch_invariant=False)
 for _ in sys.stdin:
-    print(fork_server.begin_as(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD]), flush=True)
+    print(fork_server.begin(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD]), flush=True)
 """
 CALLER = """
 import asyncio, json, os, signal, sys
@@ -160,7 +160,7 @@ def ask(node: subprocess.Popen[str]) -> tuple[str, int]:
     node.stdin.write("begin\n")
     node.stdin.flush()
     address = node.stdout.readline().strip()
-    servers = [child for child in psutil.Process(node.pid).children() if "forkserver" in " ".join(child.cmdline())]
+    servers = [child for child in psutil.Process(node.pid).children() if "fork_server" in " ".join(child.cmdline())]
     return address, servers[0].pid
 
 

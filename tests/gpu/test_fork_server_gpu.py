@@ -11,23 +11,23 @@ from slipstream.conf.schema import Device
 from slipstream.rollout.engine.engine_options import engine_environment
 
 ASK = """
-import sys
+import os, socket, sys
 from slipstream.rollout.in_vllm import fork_server
-from uses_gpu import use_gpu
 
-fork_server.begin(also=sys.argv[1:])
-why = fork_server.why_not()
-assert why == ("what it forks cannot use the GPU" if sys.argv[1:] else ""), why
-if not why:
-    process = fork_server.ForkContext().Process(target=use_gpu)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+fork_server.begin(fork_server.imports_read(os.environ), also=sys.argv[1:])
+ours, theirs = socket.socketpair()
+try:
+    process = fork_server.fork("uses_gpu:use_gpu", theirs)
+except fork_server.CannotFork as why:
+    assert sys.argv[1:] and str(why) == "what it forks cannot use the GPU", why
+else:
+    assert not sys.argv[1:]
+    assert process.wait(120) == 0
 """
 USES = """
 from slipstream.rollout.in_vllm.process_imports import forks_can_use_gpu
 
-def use_gpu():
+def use_gpu(connection):
     import torch
     assert forks_can_use_gpu()
     assert torch.ones(1, device="cuda").item() == 1

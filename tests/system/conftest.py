@@ -26,7 +26,8 @@ from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.machine import DASHBOARD_PORT
 from slipstream.rollout import worker_process
 from slipstream.rollout.engine.engine_options import compile_cache, set_engine_environment
-from slipstream.rollout.in_vllm.fork_server import BEGUN_VARIABLE, begin_beforehand, imports_read
+from slipstream.rollout.in_vllm import fork_server
+from slipstream.rollout.in_vllm.fork_server import BEGUN_VARIABLE, imports_read
 
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
@@ -75,7 +76,7 @@ def begin_for_runs(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys([root, *filter(None, given)])))
     there = {"OMP_NUM_THREADS": "1", **os.environ}  # as Ray sets it
     set_engine_environment(Device.cpu, batch_invariant=False, environment=there)
-    begin_beforehand(imports_read(there), also=[worker_process.PRELOAD])
+    fork_server.begin(imports_read(there), also=[worker_process.PRELOAD])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,17 +32,6 @@ segment = SharedMemory(create=True, size=4096)
 print(segment.name, flush=True)
 input()
 """
-OWNER_OF_A_TRACKER = """
-import subprocess
-import psutil
-from multiprocessing.resource_tracker import _resource_tracker as tracker
-from slipstream.orchestrator.cluster.processes import end_processes
-tracker.ensure_running()
-other = subprocess.Popen(["sleep", "600"], pass_fds=[tracker._fd])
-found = [psutil.Process(tracker._pid), psutil.Process(other.pid)]
-left = end_processes(lambda: [process for process in found if process.is_running()], timeout_s=60)
-print(left, *(int(process.wait(60)) for process in found), flush=True)
-"""
 MAPPER = """
 import mmap, sys
 opened = [open(path, "r+b") for path in sys.argv[1:]]
@@ -137,12 +126,6 @@ def test_killed_processes_leave_no_shared_memory_and_others_keep_theirs() -> Non
     killed.wait()
     other.communicate("\n")
     assert not (SHARED_MEMORY / other_name).exists()
-
-
-def test_the_resource_tracker_of_the_process_that_ends_others_ends_by_itself() -> None:
-    owner, said = start(OWNER_OF_A_TRACKER)
-    assert said == "[] 0 -9"
-    owner.communicate()
 
 
 def test_what_a_user_keeps_in_shared_memory_is_not_removed() -> None:
