@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def keep_copy(option: str, file: Path, copy: Path | None) -> None:
         before = next(name for name in names if not name.exists())
         copy.rename(before)
         logger.warning("resumed with other code than before: %s (%s); what it had is kept in %s", file, option, before)
-    copy.write_bytes(content)
+    write_whole(copy, content)
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -15,6 +15,7 @@ from typing import Any
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, tell
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
+from slipstream.orchestrator.files.outputs import write_output
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.signals import wound_down_by_signals
 
@@ -35,7 +36,7 @@ def launch(flags: argparse.Namespace, overrides: list[str]) -> int:
         sys.stdout.write(text)
     else:
         try:
-            output.write_text(text)
+            write_output(output, text)
         except OSError as error:
             raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
         what_to_do = what_to_do.replace("FILE", str(output), 1)

@@ -253,7 +253,7 @@ def _requests(run: Path) -> list[Path]:
 
 def _note_workers(run: Path, number: int) -> None:
     try:
-        RunFolder(run).workers_asked.write_text(str(number))
+        write_whole(RunFolder(run).workers_asked, str(number))
     except OSError as error:  # what was asked is being done
         logger.warning("a resume will not know that %d workers were asked for: %s", number, error)
 

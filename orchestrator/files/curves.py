@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
+from slipstream.orchestrator.files.outputs import save_picture
 from slipstream.orchestrator.files.row_files import read_figures
 from slipstream.trainer.step.mismatch_bins import POSITION_STARTS
 
@@ -82,4 +83,4 @@ def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> Non
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
-    figure.savefig(picture, dpi=110)
+    save_picture(figure, picture)

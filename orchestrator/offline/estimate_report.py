@@ -15,6 +15,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import SyncMode
+from slipstream.orchestrator.files.outputs import save_picture
 
 if TYPE_CHECKING:
     from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
@@ -332,7 +333,7 @@ def _draw(report: PlanReport, picture: Path) -> None:
     handles = [Patch(color=colour, label=stage) for stage, colour in _COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(picture, dpi=110)
+    save_picture(figure, picture)
 
 
 def _spread(sizes: list[int], balance: float) -> str:

@@ -14,6 +14,7 @@ from slipstream.conf.checks.tensor_parallel import check_tp_size_fits_model
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType
+from slipstream.orchestrator.files.outputs import check_can_write, write_output
 from slipstream.orchestrator.inputs.model_files import read_hf_config
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, engine_version, offline_layouts
@@ -87,6 +88,8 @@ def record(
     Raises:
         ConfigError: The model or a flag is wrong, or the engine cannot build it.
     """
+    if out is not None:
+        check_can_write(out, f"--out={out}")
     if tp_size < 1:
         raise ConfigError(f"--tp must be >= 1, got {tp_size}")
     if dtype not in list(DType):
@@ -111,7 +114,7 @@ def record(
     data = layouts_to_bytes(layouts)
     if out is not None:
         try:
-            out.write_bytes(data)
+            write_output(out, data)
         except OSError as error:
             raise ConfigError(f"--out={out} cannot be written: {error}") from error
     return RecordReport(

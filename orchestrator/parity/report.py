@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.files.outputs import save_picture, write_output
 
 if TYPE_CHECKING:
     from slipstream.orchestrator.parity.compare import Difference
@@ -30,7 +31,7 @@ def write_files(report: ParityReport, folder: Path) -> tuple[Path, Path]:
     """
     figures, picture = folder / "parity.json", folder / "parity.png"
     try:
-        figures.write_text(json.dumps(report.as_plain(), indent=2) + "\n")
+        write_output(figures, json.dumps(report.as_plain(), indent=2) + "\n")
         _draw(report, picture)
     except OSError as error:
         raise ConfigError(f"--output={folder} cannot be written: {error}") from error
@@ -145,4 +146,4 @@ def _draw(report: ParityReport, picture: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=7)
     figure.suptitle(report.sentence, fontsize=9, wrap=True)
-    figure.savefig(picture, dpi=110)
+    save_picture(figure, picture)

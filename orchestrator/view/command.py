@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.files.outputs import check_can_write
 from slipstream.orchestrator.view.export import write_page
 from slipstream.orchestrator.view.run_reader import RunReader
 from slipstream.orchestrator.view.server import ViewServer
@@ -25,6 +26,8 @@ def run_view(runs: Sequence[Path], say: Callable[[str], None], *, port: int = 0,
         raise ConfigError(f"slipstream view shows at most {MOST_RUNS} runs at once, got {len(runs)}")
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port must be at most 65535, got {port}; 0 is any that is free")
+    if export is not None:
+        check_can_write(export, f"--export {export}")
     unique = {run.resolve(): run for run in runs}
     readers = [RunReader(run) for run in unique.values()]
     if export is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.files.outputs import write_output
 from slipstream.orchestrator.view.run_reader import RunReader
 from slipstream.orchestrator.view.sample_index import PAGE, SampleQuery
 from slipstream.orchestrator.view.server import page_file
@@ -41,7 +42,7 @@ def write_page(readers: Sequence[RunReader], path: Path) -> int:
     """
     content = page({"runs": [snapshot(reader) for reader in readers]}).encode()
     try:
-        path.write_bytes(content)
+        write_output(path, content)
     except OSError as error:
         raise ConfigError(
             f"--export {path} cannot be written ({error.strerror}); give a file in a folder that is there"

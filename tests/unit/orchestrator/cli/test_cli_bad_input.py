@@ -327,3 +327,15 @@ def test_a_working_folder_that_is_gone_is_said(
     (tmp_path / "gone").rmdir()
     assert main(["train", "experiment=quickstart", "--dry-run"]) == 2
     assert capsys.readouterr().err == "error: the working folder has been removed; cd into one that is there\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["view", "no-run", "--export", "no/page.html"], ["record", "no-model", "--out", "no/layouts"]]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"{words[-1]} cannot be written ({tmp_path / 'no'}: No such file or directory); give a file in a" in said

@@ -136,6 +136,16 @@ def test_what_cannot_be_merged_is_refused(
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").touch()
+    assert main(["merge", str(run), "--output", str(tmp_path / "taken" / "model")]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'taken' / 'model'} cannot be written ({tmp_path / 'taken'}: Not a directory)" in said
+    assert "merging" not in said
+
+
 def test_a_disk_without_room_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with largest_file(10_000):
         assert main(["merge", str(run)]) == 2

@@ -1,0 +1,66 @@
+"""Files and folders that a user has named: whether they can be written is known before the work whose result they are,
+and what they held before stays until the new content is there, whole.
+
+Owns: both. Does not own: what is written, nor files of a run (run_folder.py).
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.whole_files import write_whole
+from slipstream.orchestrator.machine import nearest_existing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def check_can_write(target: Path, told: str, *, is_folder: bool = False) -> None:
+    """Leaves nothing behind.
+
+    Args:
+        told: What begins the message, such as "--export FILE".
+        is_folder: The target is a folder, to be made with those above it; a file needs one that is there.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    folder = nearest_existing(target.absolute()) if is_folder else target.absolute().parent
+    try:
+        if target.is_dir() and not is_folder:
+            raise IsADirectoryError(0, "it is a folder")
+        if not _is_special(target):
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        cure = "give another folder with --output" if is_folder else "give a file in a folder that is there"
+        raise ConfigError(f"{told} cannot be written ({folder}: {error.strerror}); {cure}") from error
+
+
+def write_output(file: Path, content: str | bytes) -> None:
+    """Write a file that a user may have from before: a full disk leaves that one. Its mode stays, and so do links."""
+    if _is_special(file):
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
+    target = file.resolve()
+    is_there = target.is_file()
+    mode = target.stat().st_mode if is_there else 0
+    write_whole(target, content)
+    if is_there:
+        target.chmod(mode & 0o7777)
+
+
+def save_picture(figure: Figure, file: Path) -> None:
+    """Write a figure as PNG, as write_output does."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, format="png")
+    write_output(file, drawn.getvalue())
+
+
+def _is_special(file: Path) -> bool:
+    """A terminal, a pipe or /dev/null: nothing may take its name. A folder is one, too: writing it tells so."""
+    return file.exists() and not file.is_file()
