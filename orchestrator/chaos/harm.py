@@ -27,8 +27,9 @@ from slipstream.orchestrator.chaos.ways import LASTING, What, cut_off, send, slo
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.control.control_folder import ask, how_it_ended, is_alive
 from slipstream.orchestrator.control.run_state import start_of
-from slipstream.orchestrator.files.growing_file import GrowingFile, objects
+from slipstream.orchestrator.files.growing_file import GrowingFile, rows_by
 from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.timeline import read_step
 
 LOOK_EVERY_S = 0.5
 _DEATH_S = 10.0
@@ -240,7 +241,7 @@ class Harm:
 
     def _count(self, event: Event, all_since: float | None) -> bool:
         """Add up new rows. Whether a step has gone by that began after everybody was there again, and all served."""
-        timeline = [row for _, row in objects(self._timeline.news()) if row["to"] > event.time]
+        timeline = [row for _, row in rows_by(self._timeline.news(), read_step) if row["to"] > event.time]
         self._watch.look()
         is_all = False
         for row in timeline:

@@ -5,18 +5,22 @@ Invariant: a line is given once it ends; when the file has become shorter or ano
 anew), all of its lines are given again, and `GrowingFile.news` says so.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.files.row_files import figures_of, reader_of
+from slipstream.orchestrator.files.row_files import figures_of, reader_of, say_left_out
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
     """What has come since the last call."""
 
+    path: Path
     is_another_file: bool
     """Whether the lines given before are void."""
     lines: list[tuple[int, bytes]]
@@ -47,14 +51,21 @@ class GrowingFile:
                         self._end += len(line)
         except OSError:
             was_there, self._identity, self._end = self._identity is not None, None, 0
-            return Lines(was_there, [])
-        return Lines(is_another, lines)
+            return Lines(self.path, was_there, [])
+        return Lines(self.path, is_another, lines)
 
 
 def objects(lines: Lines, names: Collection[str] | None = None) -> Iterator[tuple[int, JsonObject]]:
     """(offset, object, or what it has of these names) of each line that is a JSON object; others are left out."""
-    read = reader_of(names)
-    return ((offset, row) for offset, line in lines.lines if (row := read(line)) is not None)
+    return rows_by(lines, reader_of(names))
+
+
+def rows_by(lines: Lines, read: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
+    """(offset, what `read` makes of it) of each line; those of which it makes None are left out, which the log says."""
+    found = [(offset, read(line)) for offset, line in lines.lines]
+    rows = [(offset, row) for offset, row in found if row is not None]
+    say_left_out(lines.path, len(found) - len(rows))
+    return iter(rows)
 
 
 def figures(lines: Lines, names: Collection[str] | None = None) -> Iterator[JsonObject]:

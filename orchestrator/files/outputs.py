@@ -4,19 +4,20 @@ and what they held before stays until the new content is there, whole.
 Owns: both. Does not own: what is written, nor files of a run (run_folder.py).
 """
 
-from __future__ import annotations
-
 import io
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, Protocol
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.machine import nearest_existing
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+
+class Figure(Protocol):
+    """What is used of matplotlib's."""
+
+    def savefig(self, fname: IO[bytes], *, dpi: int, format: str) -> None: ...
 
 
 def check_can_write(target: Path, told: str, *, is_folder: bool = False) -> None:

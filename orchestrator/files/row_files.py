@@ -10,6 +10,7 @@ crash cut short, and a line that is no row (a disk that lost power leaves zeros)
 without a step where rows are of steps, and a figure that is no number (a hand has written it).
 """
 
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,9 @@ from typing import Any, BinaryIO, TypeAlias, TypedDict, TypeVar
 import msgspec
 
 from slipstream.conf.json_files import JsonObject
+from slipstream.conf.plural import counted
+
+logger = logging.getLogger(__name__)
 
 ReadRow: TypeAlias = Callable[[bytes], JsonObject | None]
 T = TypeVar("T")
@@ -41,9 +45,18 @@ def rows_read_by(path: Path, read: Callable[[bytes], T | None]) -> list[T]:
     """All rows, as `read` gives them; without those of which it makes None."""
     try:
         with path.open("rb") as file:
-            return [row for line in file if line.endswith(b"\n") and (row := read(line)) is not None]
+            found = [read(line) for line in file if line.endswith(b"\n")]
     except FileNotFoundError:
         return []
+    rows = [row for row in found if row is not None]
+    say_left_out(path, len(found) - len(rows))
+    return rows
+
+
+def say_left_out(path: Path, num_lines: int) -> None:
+    """Nobody is to take figures without them for whole ones."""
+    if num_lines:
+        logger.warning("%s: left out %s, damaged by a crash or a hand", path, counted(num_lines, "line"))
 
 
 def read_figures(path: Path, names: Collection[str] | None = None) -> list[JsonObject]:

@@ -15,11 +15,15 @@ below 0 where a span began in an earlier step. A span is in the row of the step 
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NotRequired, TypedDict
+
+import msgspec
 
 from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.files.row_files import of_rows_alone
 from slipstream.weight_sync.publish.report import PublishReport
 
 TRAINER = "trainer"
@@ -85,6 +89,31 @@ def row_of_step(step: int, timeline: StepTimeline, sync: PublishReport | None) -
         "num_left_out": len(ended) - len(chosen),
         "publish": None if sync is None else _publish(sync),
     }
+
+
+class _Replica(TypedDict, total=False):
+    committed: bool
+
+
+class _Publish(TypedDict, total=False):
+    version: int
+    replicas: list[_Replica]
+
+
+TimelineRow = TypedDict(
+    "TimelineRow",
+    {
+        "step": int,
+        "from": float,
+        "to": float,
+        "spans": NotRequired[list[tuple[str, str, float, float, int | None]]],
+        "publish": NotRequired[_Publish | None],
+    },
+)
+"""What readers take of a row."""
+
+read_step: Callable[[bytes], TimelineRow | None] = of_rows_alone(msgspec.json.Decoder(TimelineRow).decode)
+"""Reads a line of timeline.jsonl; None of one that is damaged, or has other values."""
 
 
 def write_row(path: Path, row: JsonObject) -> None:

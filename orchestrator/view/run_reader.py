@@ -20,8 +20,9 @@ import numpy as np
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object, object_in
 from slipstream.orchestrator.control.run_state import state_of
-from slipstream.orchestrator.files.growing_file import GrowingFile, objects
+from slipstream.orchestrator.files.growing_file import GrowingFile, objects, rows_by
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, saved_options
+from slipstream.orchestrator.files.timeline import read_step
 from slipstream.orchestrator.view.fleet_table import FleetTable
 from slipstream.orchestrator.view.metrics_table import MetricsTable
 from slipstream.orchestrator.view.sample_detail import detail, preview
@@ -206,14 +207,11 @@ class RunReader:
         if news.is_another_file:
             self._timeline, self._publishes = {}, []
         lengths = {offset: len(line) for offset, line in news.lines}
-        for offset, row in objects(news):
-            if not isinstance(row.get("step"), int):
-                continue
+        for offset, row in rows_by(news, read_step):
             self._timeline[row["step"]] = offset, lengths[offset]
-            facts = row.get("publish")
-            if is_object(facts):
-                committed = [bool(replica.get("committed")) for replica in facts.get("replicas", [])]
-                self._publishes.append((float(row.get("to", 0.0)), int(facts.get("version", 0)), committed))
+            if facts := row.get("publish"):
+                committed = [replica.get("committed", False) for replica in facts.get("replicas", [])]
+                self._publishes.append((row["to"], facts.get("version", 0), committed))
 
 
 def _row_at(path: Path, offset: int, length: int) -> JsonObject | None:

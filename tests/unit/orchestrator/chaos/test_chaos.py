@@ -59,12 +59,14 @@ def log(folder: RunFolder, at: float, line: str) -> None:
 
 
 def step(folder: RunFolder, number: int, **figures: int) -> None:
-    """The rows of a step that has taken no time."""
+    """The rows of a step that has taken no time, behind what a power cut, or a hand, has left in the timeline."""
     now = time.time()
     row = {"step": number, "rollout/replicas_serving": 2, "rollout/replicas_wanted": 2, **figures}
-    for path, content in ((folder.metrics, row), (folder.timeline, {"step": number, "from": now, "to": now})):
+    damaged = '\0\0\0\n{"step": 9}\n{"step": 9, "from": 1.0, "to": null}\n'
+    whole = json.dumps({"step": number, "from": now, "to": now})
+    for path, content in ((folder.metrics, json.dumps(row)), (folder.timeline, damaged + whole)):
         with path.open("a") as file:
-            file.write(json.dumps(content) + "\n")
+            file.write(content + "\n")
     log(folder, now, f"orchestrator.files.run_log: step {number}/9  reward 0.5")
 
 

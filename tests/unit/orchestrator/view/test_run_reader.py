@@ -10,8 +10,11 @@ from hypothesis import given, strategies as st
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.cli.status import status_of
 from slipstream.orchestrator.files.growing_file import GrowingFile, objects
+from slipstream.orchestrator.files.startup import read_starts
 from slipstream.orchestrator.view.command import run_view
+from slipstream.orchestrator.view.export import snapshot
 from slipstream.orchestrator.view.fleet_table import FleetTable
 from slipstream.orchestrator.view.metrics_table import MetricsTable
 from slipstream.orchestrator.view.run_reader import RunReader
@@ -216,6 +219,43 @@ def test_mistakes_are_told_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["view", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+DAMAGED = [
+    b"\0" * 512,
+    b'{"step": 3, "from": 17672',
+    b'{"step": 3, "spans": {"step": 4, "from": 1.0, "to": 2.0, "spans": []}',
+    b'{"step": 9}',
+    b'{"step": 9, "from": 1.0, "to": null, "spans": []}',
+    b'{"step": 9, "from": 1.0, "to": 2.0, "spans": [["trainer"]]}',
+    b'{"step": 9, "from": 1.0, "to": 2.0, "spans": [["trainer", "publish", "a", 1.0, null]]}',
+    b'{"step": 9, "from": 1.0, "to": 2.0, "publish": {"replicas": [null]}}',
+    b'{"worker": 0, "time": "a", "event": "up"}',
+    b'{"start": "run", "spans": 3}',
+    b"[]",
+]
+"""Lines that a power cut, a full disk or a hand leaves."""
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_of_any_file_of_rows_is_passed_over(
+    line: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = MadeUpRun(tmp_path / "run", num_steps=4)
+    for step in range(3):
+        run.write_step(step)
+    folder = run.folder
+    whole = snapshot(RunReader(folder.root))
+    files = (folder.metrics, folder.timeline, folder.fleet, folder.startup, folder.evaluations, folder.samples)
+    for file in files:
+        with file.open("ab") as more:
+            more.write(line + b"\n")
+    run_view([folder.root], print, export=tmp_path / "page.html")
+    after = snapshot(RunReader(folder.root))
+    assert after["timelines"] == whole["timelines"] and after["fleet"] == whole["fleet"]
+    assert f"{folder.timeline}: left out 1 line, damaged by a crash or a hand" in caplog.messages
+    status_of(folder.root).as_text()
+    read_starts(folder.startup)
 
 
 def test_a_port_that_is_taken_and_a_file_that_cannot_be_written_are_told(tmp_path: Path) -> None:
