@@ -20,9 +20,7 @@ S = ReplicaState
 E = FleetEvent
 
 
-async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other_serves(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other_serves(caplog) -> None:
     cast = Cast()
     await cast.publish(7)
     cast.gate.clear()

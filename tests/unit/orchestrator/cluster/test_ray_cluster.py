@@ -20,9 +20,7 @@ async def test_runs_that_began_in_the_same_second_have_names_of_their_own(tmp_pa
     assert all(name.startswith("grpo-20261123-171943-") for name in names)
 
 
-async def test_the_end_of_a_run_waits_for_no_cluster_that_it_tried_to_join(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_of_a_run_waits_for_no_cluster_that_it_tried_to_join(tmp_path, monkeypatch) -> None:
     """Python waits at its end for all threads but daemons, and `ray.init` may ask for ten minutes."""
     in_daemon: list[bool] = []
 

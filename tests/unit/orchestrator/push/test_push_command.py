@@ -85,9 +85,7 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["elsewhere", "--start", "1"], "unexpected word 'elsewhere'"),
     ],
 )
-def test_wrong_flags_are_named(
-    words: list[str], expected: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_flags_are_named(words: list[str], expected: str, checkpoint: Path, capsys) -> None:
     assert expected in message(["push", str(checkpoint), *words], capsys)
 
 
@@ -132,9 +130,7 @@ def test_a_taken_port_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[s
     assert f"port {port} is taken" in text
 
 
-def test_engines_without_a_port_take_the_first_free_ones(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_without_a_port_take_the_first_free_ones(checkpoint: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(engine_starts, "is_port_free", lambda port, host: port not in (8000, 8002))
     monkeypatch.setattr(
         engine_starts, "ServerProcess", lambda common, port, gpus, log: SimpleNamespace(port=port, stop=list)
@@ -203,9 +199,7 @@ def test_a_server_starts_with_dummy_weights_our_backend_and_the_users_words_last
     assert environment["PYTHONPATH"].endswith(":/theirs")
 
 
-def test_record_reports_digests_sizes_and_the_cache(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_record_reports_digests_sizes_and_the_cache(checkpoint: Path, tmp_path, monkeypatch, capsys) -> None:
     layouts = tuple(DestLayout(rank, (Param("w", (4, 8), "bfloat16"),), ()) for rank in range(2))
     asked: list[Any] = []
 

@@ -61,13 +61,11 @@ def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) 
     assert (awaited.is_async, awaited.is_of_group) == (True, True)
     fields = {"answer": " 4"}
     exact = load_reward(RewardConfig(kind="exact_match"))
-    assert exact.function("p", "4 ", fields) == (1.0, "4") and exact.function("p", "5", fields) == (0.0, "5")
     with pytest.raises(KeyError, match=r"the row has no column 'answer' \(data.columns.answer\); it has b"):
         exact.function("p", "4", {"b": 1})
     regex = load_reward(RewardConfig(kind="regex", pattern=r"is (\d+)|none()"))
     assert regex.function("p", "it is 4, is 5", fields) == (1.0, "4")
     assert regex.function("p", "none", fields) == (0.0, "") and regex.function("p", "4", fields) == (0.0, None)
-    assert load_reward(RewardConfig(kind="none")).function("p", "4", fields) == 0.0
     group = load_reward(RewardConfig(kind="slipstream.rollout.rewards.examples:share_of_answer"))
     assert not group.is_of_group and group.function("p", "ee 3e", {"answer": "e"}) == 0.75
     assert group.function("p", "", {"answer": "e"}) == 0.0
@@ -89,12 +87,6 @@ def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) 
 def test_what_cannot_be_called_is_refused(own: Path, name: str, said: str) -> None:
     with pytest.raises(RewardError, match=rf"^reward\.parts\.p\.kind={own}:{name}: .*{said}"):
         load_reward(RewardConfig(kind=f"{own}:{name}"), "reward.parts.p")
-
-
-@pytest.mark.parametrize("pattern", ["(", "no group"])
-def test_a_pattern_must_have_a_group(pattern: str) -> None:
-    with pytest.raises(RewardError, match=r"^reward\.pattern=.*; put parentheses|is not a regular expression"):
-        load_reward(RewardConfig(kind="regex", pattern=pattern))
 
 
 def test_a_row_chooses_its_rewards_in_the_order_of_the_options() -> None:

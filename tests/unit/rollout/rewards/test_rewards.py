@@ -52,23 +52,11 @@ REWARDS = """
     def is_complete(prompt, response, fields):
         return float(fields["finish_reason"] == "stop" and fields["answer"] == "a")
 
-    def two_arguments(prompt, response):
-        return 1.0
-
-    async def asynchronous(prompt, response, fields):
-        return 1.0
-
     def of_verl(data_source, solution_str, ground_truth, extra_info=None):
         return float(solution_str == ground_truth)
 
-    def of_trl(prompts, completions, answer, **columns):
-        return [float(one == right) for one, right in zip(completions, answer)]
-
     def of_trl_without_prompts(completions, **columns):
         return [1.0 for _ in completions]
-
-    def with_more(prompt, responses, fields, extra_info=None):
-        return [1.0 for _ in responses]
 
     not_callable = 3
 """
@@ -104,15 +92,6 @@ async def test_the_reward_none_asks_for_no_column_and_is_0_for_every_response():
     assert config.by_name["none"].columns == ()
     async with running(config) as runner:
         assert await rewards_of(runner, Prompt(0, (1,), "p"), "a", "") == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [("so the answer: 42.", (1.0, "42")), ("answer: 41, answer: 42", (0.0, "41")), ("42", (0.0, None))],
-)
-def test_regex_compares_the_first_group_of_the_first_match(response, expected):
-    reward = load_reward(RewardConfig(kind="regex", pattern=r"answer: (\d+)")).function
-    assert reward("p", response, {"answer": 42}) == expected
 
 
 async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, caplog, tmp_path):
@@ -164,11 +143,6 @@ def test_the_text_of_what_is_no_answer_is_not_compared_with(kind, answer):
         reward("p", str(answer), {"answer": answer})
 
 
-async def test_a_missing_answer_column_costs_samples_not_the_run():
-    async with running(RewardConfig()) as runner:
-        assert await rewards_of(runner, replace(PROMPT, fields={"solution": "a"}), "a") == [None]
-
-
 async def test_several_processes_keep_the_order_of_rollouts(rewards_module):
     async with running(RewardConfig(kind=f"{rewards_module}:length", num_processes=2)) as runner:
         texts = ["x" * (i % 7) for i in range(40)]
@@ -188,41 +162,26 @@ async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_na
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"kind": "no_such_module:f"},
-            "importing 'no_such_module' failed: ModuleNotFoundError.*put that folder on PYTHONPATH",
-        ),
+        ({"kind": "no_such_module:f"},
+         "importing 'no_such_module' failed: ModuleNotFoundError.*put that folder on PYTHONPATH"),
         ({"kind": "no/such/file.py:f"}, r"reward\.kind=no/such/file\.py:f: there is no file /.*/no/such/file\.py"),
         ({"kind": "FOLDER/broken_rewards.py:f"}, "importing .*no_such_package_at_all"),
-        (
-            {"kind": "FOLDER/of_a_package.py:f"},
-            r"relative import.*; name its package: reward\.kind=\S+\.of_a_package:f, in /",
-        ),
-        ({"kind": "FOLDER/user_rewards.py:nothing"}, "has no function 'nothing'"),
-        ({"kind": "FOLDER/user_rewards.py:two_arguments"}, r"must take \(prompt, response, fields\)"),
-        (
-            {"kind": "FOLDER/user_rewards.py:of_verl"},
-            r"must take \(prompt, response, fields\).*takes data_source, solution_str, ground_truth.*coming_from\.md",
-        ),
-        ({"kind": "user_rewards:of_trl"}, r"must take \(prompt, .*takes prompts, completions, as .*coming_from\.md"),
+        ({"kind": "FOLDER/of_a_package.py:f"},
+         r"relative import.*; name its package: reward\.kind=\S+\.of_a_package:f, in /"),
+        ({"kind": "FOLDER/user_rewards.py:of_verl"},
+         r"must take \(prompt, response, fields\).*takes data_source, solution_str, ground_truth.*coming_from\.md"),
         ({"kind": "user_rewards:of_trl_without_prompts"}, r"takes completions, as .*coming_from\.md"),
-        (
-            {"kind": "rollout.rewards.examples:share_of_answer"},
-            r"it is slipstream\.rollout\.rewards\.examples:share_of_answer now",
-        ),
+        ({"kind": "rollout.rewards.examples:share_of_answer"},
+         r"it is slipstream\.rollout\.rewards\.examples:share_of_answer now"),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
         ({"kind": "regex", "pattern": "("}, r"reward\.pattern='\(' is not a regular expression"),
         ({"kind": "regex", "pattern": "a"}, "has no group"),
     ],
-)
+)  # fmt: skip
 def test_a_reward_that_cannot_run_is_refused_before_the_run(rewards_module, tmp_path, config, message):
     config["kind"] = config["kind"].replace("FOLDER", str(tmp_path))
     with pytest.raises(RewardError, match=message):
         check_reward(RewardConfig(**config))
-
-
-def test_a_reward_may_have_more_parameters_than_it_is_called_with(rewards_module):
-    assert load_reward(RewardConfig(kind=f"{rewards_module}:with_more")).is_of_group
 
 
 NEIGHBOUR = "WORTH = 0.25\n"
@@ -248,7 +207,3 @@ async def test_a_reward_in_a_file_works_from_any_folder_and_its_source_is_kept(t
             assert await rewards_of(runner, PROMPT, "a") == [0.25]
         assert (tmp_path / "reward_source.py").read_text() == IN_A_FILE
         assert f"{folder / 'json.py'}, sha256 {digest}" in caplog.text
-
-
-def test_a_good_reward_passes_the_check(rewards_module):
-    check_reward(RewardConfig(kind=f"{rewards_module}:length"))
