@@ -44,8 +44,9 @@ from slipstream.orchestrator.environment import RunDevice, variables_for_actors
 from slipstream.orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.startup import Startup
-from slipstream.orchestrator.machine import DASHBOARD_PORT
+from slipstream.orchestrator.machine import DASHBOARD_PORT, free_bytes
 from slipstream.orchestrator.signals import take_sigterm_back
+from slipstream.orchestrator.socket_folder import socket_folder
 from slipstream.rollout.crash_reports import death_in
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ cores at a load of 32 a try took 57 to 94 s to fail."""
 PLACE_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 8.0
 CPU_TICKETS = 0.01
+_FULL_BYTES = 1 << 20
+"""With less room in the temporary folder a process does not come up."""
 
 
 class RayCluster:
@@ -259,7 +262,7 @@ class RayCluster:
         except RayActorError as error:
             if who not in self.dead:
                 logger.debug("what Ray says of %s:\n%s", who, error)
-                self.dead[who] = death_in(self._crashes / who) or _as_ray_says(error)
+                self.dead[who] = death_in(self._crashes / who) or as_ray_says(error)
             raise error_type(f"{who} {self.dead[who]}") from None
 
     async def _unless_lost(self, work: Awaitable[T]) -> T:
@@ -347,11 +350,16 @@ def kill_actor(actor: object) -> None:
     ray.kill(cast("ActorHandle[Any]", actor))
 
 
-def _as_ray_says(error: RayActorError) -> str:
+def as_ray_says(error: RayActorError) -> str:
     """How an actor's process ended that left no report, in one line; Ray's own text is three paragraphs."""
     text = str(error)
     if "connection error code 2" in text:
-        return "died without a word: by SIGKILL, as the kernel ends processes where memory runs out, or by a library"
+        said = "died without a word: by SIGKILL, as the kernel ends processes where memory runs out, or by a library"
+        folder = socket_folder()
+        is_full = free_bytes(folder) < _FULL_BYTES
+        return (
+            f"{said}; or because {folder} is full, where each process has files: make room there" if is_full else said
+        )
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
     line = lines[-1] if error.actor_init_failed else " ".join(lines[:2])
     return f"died: {line[:300]}"
