@@ -7,6 +7,7 @@ engine.
 import re
 from pathlib import Path
 
+import pytest
 from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
 from tokenizers import Tokenizer
 
@@ -22,7 +23,9 @@ SAYS = (
 )
 
 
-async def test_the_first_example_runs_on_rows_of_text_and_of_messages(tmp_path, caplog) -> None:
+async def test_the_first_example_runs_on_rows_of_text_and_of_messages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert first is not None
     (tmp_path / "my_agent.py").write_text(first[1])

@@ -56,7 +56,9 @@ def test_kernels_that_a_bitwise_trainer_calls_are_where_it_looks_for_them() -> N
 
 
 @pytest.mark.parametrize("vocab_size", [4096, 4100, 4099])
-def test_the_samplers_kernel_is_compiled_alike_for_trainer_and_engine(vocab_size: int, monkeypatch) -> None:
+def test_the_samplers_kernel_is_compiled_alike_for_trainer_and_engine(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It adds a row in an order that Triton derives from the logits' dtype and from where rows begin."""
     import_vllm()
     from vllm import triton_utils

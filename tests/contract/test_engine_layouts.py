@@ -40,7 +40,9 @@ def publish(folder: Path, *, source: WeightSource | None = None, **parallel: Any
     ("model", "tp_size", "expert_parallel"),
     [("glm4_moe", 1, False), ("deepseek_v3", 2, True), ("glm4_moe_lite", 1, False), ("qwen3_next", 2, False)],
 )
-def test_a_publish_leaves_what_vllms_loader_makes(model: str, tp_size: int, expert_parallel: bool, tmp_path) -> None:
+def test_a_publish_leaves_what_vllms_loader_makes(
+    model: str, tp_size: int, expert_parallel: bool, tmp_path: Path
+) -> None:
     folder = write_checkpoint(CONFIGS[model], tmp_path, seed=3)
     seen = publish(folder, tp_size=tp_size, enable_expert_parallel=expert_parallel)
     arguments: dict[str, Any] = {"tensor_parallel_size": tp_size, "enable_expert_parallel": expert_parallel}

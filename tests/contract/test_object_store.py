@@ -140,7 +140,9 @@ def test_a_bucket_that_vanishes_costs_no_checkpoint_of_the_run(bucket: s3fs.S3Fi
     assert ObjectStore(f"s3://{BUCKET}/runs/run-1").steps() == [5]
 
 
-def test_what_cannot_be_written_is_said_with_its_cure(bucket: s3fs.S3FileSystem, monkeypatch) -> None:
+def test_what_cannot_be_written_is_said_with_its_cure(
+    bucket: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ObjectStore(f"s3://{BUCKET}/runs").check()
     assert bucket.find(BUCKET) == []
     with pytest.raises(ObjectStoreError, match=r"cannot be written.*a run makes no bucket"):

@@ -1,6 +1,7 @@
 """The weight sync on its own: tensors or a folder of safetensors into engines, over real Mooncake and ZMQ."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +64,9 @@ def test_parts_of_tensors_and_another_format_make_the_same_engine(replicas: list
     assert replicas[0].engine.wrong_params(1) == []
 
 
-def test_a_checkpoint_on_disk_is_registered_sent_refreshed_and_sent_again(replicas: list[Replica], tmp_path) -> None:
+def test_a_checkpoint_on_disk_is_registered_sent_refreshed_and_sent_again(
+    replicas: list[Replica], tmp_path: Path
+) -> None:
     save_file(checkpoint(0), tmp_path / "model.safetensors")
     handle = register_checkpoint(tmp_path)
     assert update(handle, [replicas[0].address], key=KEY, device="cpu", config=CONFIG).num_committed == 1

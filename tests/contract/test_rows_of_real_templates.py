@@ -101,7 +101,9 @@ def test_tools_that_a_template_does_not_write_are_refused(tmp_path: Path, name: 
         ("llama3_1", {"date_string": "1 Jan 2031"}),
     ],
 )
-def test_options_reach_the_template_from_the_run_and_from_the_row(tmp_path, name: str, options: dict[str, Any]) -> None:
+def test_options_reach_the_template_from_the_run_and_from_the_row(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
     folder = saved(tmp_path, name)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, **options)

@@ -179,13 +179,19 @@ def test_fleet_shows_states_versions_and_what_happened(served: Served) -> None:
 FILTERS: list[tuple[str, Callable[[Page], object], Callable[[dict], bool], Callable[[dict], float]]] = [
     ("newest", lambda page: None, lambda row: True, lambda row: -row["step"]),
     ("worst k3", lambda page: None, lambda row: row.get("k3") is not None, lambda row: -float(np.float32(row["k3"]))),
-    ("lowest reward", lambda page: page.check("input[aria-label=truncated]"),
-     lambda row: row["finish_reason"] == "length", lambda row: row["reward"]),
-    ("highest advantage", lambda page: page.check("input[aria-label=episodes]"),
-     lambda row: "turns" in row and bool(row["kind"] == "training"),
-     lambda row: -float(np.float32(row["mean_advantage"]))),
-    ("shortest", lambda page: page.select_option("select[aria-label=kind]", "held-out"),
-     lambda row: row["kind"] == "held-out", lambda row: row["num_tokens"]),
+    (
+        "lowest reward", lambda page: page.check("input[aria-label=truncated]"),
+        lambda row: row["finish_reason"] == "length", lambda row: row["reward"],
+    ),
+    (
+        "highest advantage", lambda page: page.check("input[aria-label=episodes]"),
+        lambda row: "turns" in row and bool(row["kind"] == "training"),
+        lambda row: -float(np.float32(row["mean_advantage"])),
+    ),
+    (
+        "shortest", lambda page: page.select_option("select[aria-label=kind]", "held-out"),
+        lambda row: row["kind"] == "held-out", lambda row: row["num_tokens"],
+    ),
 ]  # fmt: skip
 
 

@@ -91,7 +91,9 @@ def engine_options(config: RunConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_slot_of_expert_adapters_holds_what_vllm_loads_from_disk(tmp_path, tp_size: int, monkeypatch) -> None:
+def test_a_slot_of_expert_adapters_holds_what_vllm_loads_from_disk(
+    tmp_path: Path, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Said here, because vLLM looks only whether this process has used CUDA; having asked for it spoils a fork, too.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if torch.cuda.device_count() < tp_size:

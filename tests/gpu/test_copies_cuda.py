@@ -36,7 +36,9 @@ def reads() -> list[PackedRead]:
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_slots_hold_slices_casts_and_permutations_of_what_is_on_disk(pinned: bool, tmp_path, monkeypatch) -> None:
+def test_slots_hold_slices_casts_and_permutations_of_what_is_on_disk(
+    pinned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     if not pinned:

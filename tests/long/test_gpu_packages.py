@@ -78,7 +78,9 @@ def test_set_up_ends_with_what_doctor_finds(login: LoginNode) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_layouts_are_those_that_the_build_for_cpus_records_for_gpus(login: LoginNode, model: str, tmp_path) -> None:
+def test_layouts_are_those_that_the_build_for_cpus_records_for_gpus(
+    login: LoginNode, model: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[model], **FOR_GPUS[model], "torch_dtype": "bfloat16"}))
     words = ["record", str(tmp_path), "--tp", "2", "--json"]
     here = subprocess.run(

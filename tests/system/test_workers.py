@@ -16,7 +16,9 @@ from slipstream.orchestrator.files.row_files import read_rows
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
-def test_workers_die_are_recalled_come_and_go_while_steps_go_on_and_no_sample_is_lost(cluster: str, tmp_path) -> None:
+def test_workers_die_are_recalled_come_and_go_while_steps_go_on_and_no_sample_is_lost(
+    cluster: str, tmp_path: Path
+) -> None:
     """The engine of worker 1 is killed, and then worker 0, which the trainer writes to, is recalled by the command.
     Each time the one that is left carries the steps; the other is started again, takes the current version from its
     peer or from a publish, and samples. (Without a relay: test_ray_nodes.py.)

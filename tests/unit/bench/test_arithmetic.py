@@ -106,7 +106,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
 @pytest.mark.parametrize("suffix", ["", "_gpu"])
-def test_both_stages_are_ready_to_train(made: Path, stage: str, suffix: str, capsys) -> None:
+def test_both_stages_are_ready_to_train(
+    made: Path, stage: str, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The GPU sizes with a CPU's device: everything else about them is checked, too."""
     data = made / f"data{suffix}"
     words = [f"experiment=arithmetic_{stage}{suffix}", f"data.path={data}/train.jsonl", f"run.dir={made}/runs"]

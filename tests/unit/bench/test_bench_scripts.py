@@ -15,7 +15,9 @@ RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("weight_sync-gpu-[12]x[12]*.json")), ids=lambda file: file.stem)
-def test_the_table_of_a_publish_can_be_drawn_from_every_kept_file(file: Path, capsys) -> None:
+def test_the_table_of_a_publish_can_be_drawn_from_every_kept_file(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = json.loads(file.read_text())
     show(report)
     shown = capsys.readouterr().out

@@ -87,7 +87,10 @@ CASES: dict[str, tuple[Of, list[tuple[list[str], Any]]]] = {
             (["algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3"], (6, True, False, False, False, True)),
             (["algorithm.kl_coef=0.1", "algorithm.kl_in=loss"], (1, False, True, True, False, True)),
             (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], (1, True, True, True, True, True)),
-            (["algorithm.ratio_baseline=rollout", "algorithm.correction=none"], (1, False, False, False, False, True)),
+            (
+                ["algorithm.ratio_baseline=rollout", "algorithm.correction=none"],
+                (1, False, False, False, False, True),
+            ),
         ],
     ),
     "bounds of the correction": (
@@ -137,8 +140,10 @@ CASES: dict[str, tuple[Of, list[tuple[list[str], Any]]]] = {
         lambda config: (config.data.held_out_sources, config.data.training_sources),
         [
             (["data.eval_path=h", "data.path=p"], ({"": "h"}, ("p",))),
-            (["data.eval_path=null", "data.eval_sets.a=x", "data.path=null", "data.sources=[p,q]"],
-             ({"a": "x"}, ("p", "q"))),
+            (
+                ["data.eval_path=null", "data.eval_sets.a=x", "data.path=null", "data.sources=[p,q]"],
+                ({"a": "x"}, ("p", "q")),
+            ),
         ],
     ),
     "how evaluations sample": (

@@ -74,23 +74,39 @@ MATCHED = {
         ({"weight_sync": {"keep_kv": True}}, {"weight_sync": {"pause_mode": "keep_kv"}}),
         ({"weight_sync": {"keep_kv": False}}, {"weight_sync": {}}),
         *(({"trainer": {"logprob_chunk_tokens": tokens}}, {"trainer": {}}) for tokens in (1024, 4096, 8192)),
-        ({"trainer": {"numerics": MATCHED, "combine": "hf_eager"}, "model": {"mla_norm_eps": "hf"}},
-         {"trainer": {"numerics": {"match": "transformers"}}, "model": {}}),
-        ({"trainer": {"numerics": {"attention": "auto"}, "combine": "vllm_like"}, "model": {}},
-         {"trainer": {"numerics": {}}, "model": {}}),
-        ({"run": {"loggers": ["wandb"], "wandb": {"entity": "us", "project": "sums"}, "mlflow": {"experiment": "e"}}},
-         {"run": {"loggers": ["wandb"], "project": "us/sums"}}),
+        (
+            {"trainer": {"numerics": MATCHED, "combine": "hf_eager"}, "model": {"mla_norm_eps": "hf"}},
+            {"trainer": {"numerics": {"match": "transformers"}}, "model": {}},
+        ),
+        (
+            {"trainer": {"numerics": {"attention": "auto"}, "combine": "vllm_like"}, "model": {}},
+            {"trainer": {"numerics": {}}, "model": {}},
+        ),
+        (
+            {
+                "run": {
+                    "loggers": ["wandb"],
+                    "wandb": {"entity": "us", "project": "sums"},
+                    "mlflow": {"experiment": "e"},
+                }
+            },
+            {"run": {"loggers": ["wandb"], "project": "us/sums"}},
+        ),
         ({"model": {"init": "checkpoint", "init_std": 0.02}}, {"model": {"init": "checkpoint"}}),
         ({"run": {"eval_pass_at": []}, "cluster": {"dashboard_port": 8265}}, {"run": {}, "cluster": {}}),
-        ({"weight_sync": {"mode": "adapter", "pause_mode": "keep", "on_busy_slot": "requeue"}},
-         {"weight_sync": {"mode": "adapter", "pause_mode": "abort"}}),
+        (
+            {"weight_sync": {"mode": "adapter", "pause_mode": "keep", "on_busy_slot": "requeue"}},
+            {"weight_sync": {"mode": "adapter", "pause_mode": "abort"}},
+        ),
         ({"data": {"curriculum": "none", "shuffle": False}}, {"data": {"order": "given"}}),
-        ({"trainer": {"lora": {"attention": False, "mlp": True}, "activation_checkpointing": False}},
-         {"trainer": {"lora": {"targets": ["mlp", "experts"]}, "activations": "keep"}}),
+        (
+            {"trainer": {"lora": {"attention": False, "mlp": True}, "activation_checkpointing": False}},
+            {"trainer": {"lora": {"targets": ["mlp", "experts"]}, "activations": "keep"}},
+        ),
         ({"algorithm": {"teacher": {"max_tries": 6}}}, {"algorithm": {"teacher": {}}}),
         ({"reward": {"choice_key": "reward"}}, {"reward": {}}),
     ],
-)  # fmt: skip
+)
 def test_values_that_another_option_has_now_are_carried_over(old: dict[str, Any], now: dict[str, Any]) -> None:
     assert carried_over(copy.deepcopy(old)) == now
 

@@ -106,10 +106,14 @@ def test_key_value_heads_default_to_all_heads() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.hf_config.num_attention_heads=6", "model.hf_config.num_key_value_heads=3", "rollout.tp_size=2"],
-         "rollout.tp_size=2 neither divides the model's 3 key/value heads.*it can be 1$"),
-        (["model.hf_config.moe_intermediate_size=62", "rollout.tp_size=4", "cluster.device=cuda"],
-         "rollout.tp_size=4 does not divide the routed experts' moe_intermediate_size=62; it can be 1, 2; with"),
+        (
+            ["model.hf_config.num_attention_heads=6", "model.hf_config.num_key_value_heads=3", "rollout.tp_size=2"],
+            "rollout.tp_size=2 neither divides the model's 3 key/value heads.*it can be 1$",  # 64 rows: 3 and 6 do not
+        ),
+        (
+            ["model.hf_config.moe_intermediate_size=62", "rollout.tp_size=4", "cluster.device=cuda"],
+            "rollout.tp_size=4 does not divide the routed experts' moe_intermediate_size=62; it can be 1, 2; with",
+        ),
         (
             [
                 *("model=tiny_qwen3", "trainer.ep_size=1", "cluster.device=cuda"),
@@ -118,7 +122,7 @@ def test_key_value_heads_default_to_all_heads() -> None:
             "rollout.enable_expert_parallel=true needs a mixture of experts, and model_type=qwen3 has none",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_run_is_refused_before_anything_starts(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_run_config(["experiment=quickstart", *words])

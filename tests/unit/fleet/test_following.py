@@ -216,7 +216,9 @@ async def test_a_run_without_a_worker_waits_for_a_machine_and_ends_when_none_com
     following.cancel()
 
 
-async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_those_that_failed(monkeypatch) -> None:
+async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_those_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(following_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     machines = Machines({"m0": 0, "m1": 0}, (1, 2), 1)

@@ -269,7 +269,9 @@ async def test_who_waits_for_a_worker_gets_the_one_that_has_read_from_a_peer() -
     assert waiting.result() is cast.replica(0)
 
 
-async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in_a_publish(caplog) -> None:
+async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in_a_publish(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cast = await serving(num_workers=4)
     cast.replica(3).state = S.out
     cast.supervisor.linked("rollout-1", "rollout-0", [an_offer(0)])

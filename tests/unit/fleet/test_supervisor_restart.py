@@ -20,7 +20,9 @@ S = ReplicaState
 E = FleetEvent
 
 
-async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other_serves(caplog) -> None:
+async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other_serves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cast = Cast()
     await cast.publish(7)
     cast.gate.clear()

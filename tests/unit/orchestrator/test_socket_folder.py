@@ -71,12 +71,16 @@ def test_a_dry_run_and_doctor_say_where_a_run_puts_them(tmpdir: str) -> None:
     assert tmpdir in dry
 
 
-def test_commands_that_start_engines_alone_say_it_before_anything(tmpdir: str, capsys) -> None:
+def test_commands_that_start_engines_alone_say_it_before_anything(
+    tmpdir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(["push", "--help"]) == 0
     assert ("Unix sockets" in capsys.readouterr().err) == (len(tmpdir) > MOST_FOR_ENGINES)
 
 
-def test_a_machine_without_a_short_folder_is_refused_in_one_message(monkeypatch, tmp_path) -> None:
+def test_a_machine_without_a_short_folder_is_refused_in_one_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(socket_folder, "_OTHERS", (str(tmp_path / "absent"),))
     long = tmp_path / ("x" * 60)
     long.mkdir()

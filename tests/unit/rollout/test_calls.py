@@ -214,7 +214,9 @@ async def test_what_a_verb_has_defaults_for_may_be_left_out_or_named(worker: Wor
     assert worker.asked == [(*given, 2, None, None), (*given, 3, None, 4), (*given, 1, sampling, None)]
 
 
-async def test_no_socket_drops_or_keeps_messages_and_silence_is_noticed(client: WorkerClient, monkeypatch) -> None:
+async def test_no_socket_drops_or_keeps_messages_and_silence_is_noticed(
+    client: WorkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
     monkeypatch.setattr(calls, "serve_guarded", lambda socket, key: made.append(socket))
     await (server := CallServer(Worker(), WorkerVerbs, KEY)).start()

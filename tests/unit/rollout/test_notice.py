@@ -38,7 +38,9 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
         server.shutdown()
 
 
-async def test_a_url_that_answers_200_is_a_notice_and_every_other_answer_is_none(metadata: Metadata, caplog) -> None:
+async def test_a_url_that_answers_200_is_a_notice_and_every_other_answer_is_none(
+    metadata: Metadata, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[str] = []
     url = f"http://127.0.0.1:{metadata.server_port}/latest/meta-data/spot/instance-action"
     watching = asyncio.create_task(tell_of_notice(url, told.append, every_s=0.01))

@@ -63,7 +63,9 @@ def test_a_range_far_into_a_parameter_matches_its_definition_and_adds_up(offset_
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_as_many_blocks_are_hashed_at_once_as_the_scratch_has_room_for(num_blocks: int, monkeypatch) -> None:
+def test_as_many_blocks_are_hashed_at_once_as_the_scratch_has_room_for(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chunks, hash_chunk = [], integrity._hash_chunk
     monkeypatch.setattr(
         integrity, "_hash_chunk", lambda data, at: (chunks.append((at, at + len(data))), hash_chunk(data, at))[1]

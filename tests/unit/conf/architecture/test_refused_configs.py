@@ -170,8 +170,11 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive whole number, got 0"),
         (MOE, {"mlp_only_layers": 1}, "mlp_only_layers must be a list about layers, got 1"),
         (GLM_LITE, {"first_k_dense_replace": 2}, "first_k_dense_replace=2 first of 3 .* got none, which is one dense"),
-        (QWEN3_NEXT, {"quantization_config": {"quant_method": "fp8"}},
-         "engines of qwen3_next are not supported, because engines keep"),
+        (
+            QWEN3_NEXT,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "engines of qwen3_next are not supported, because engines keep",
+        ),
         (QWEN3_NEXT, {"attention_bias": True}, "attention_bias=True is not supported for qwen3_next"),
         (QWEN3_NEXT, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for qwen3_next"),
         (QWEN3_NEXT, {"attn_output_gate": False}, "attn_output_gate=False is not supported for qwen3_next"),
@@ -184,13 +187,19 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (GEMMA3, {"layer_types": ["full_attention"]}, "layer_types must say .* for each of 3 layers"),
         (GEMMA3, {"sliding_window": ...}, "sliding_window must be given for gemma3_text"),
         (GEMMA4, {"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input must be given for gemma4_text"),
-        (GEMMA4, {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 2},
-         r"lacks: embeddings that each layer adds \(hidden_.*=256\); layers that attend to keys and values of ano"),
+        (
+            GEMMA4,
+            {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 2},
+            r"lacks: embeddings that each layer adds \(hidden_.*=256\); layers that attend to keys and values of ano",
+        ),
         (GEMMA4, {"enable_moe_block": True}, r"needs both enable_moe_block=true and num_experts, .* got True and None"),
         (GEMMA4_MOE, {"enable_moe_block": False}, "needs both enable_moe_block=true and num_experts, .* False and 8"),
         (GEMMA4_MOE, {"top_k_experts": 9}, "top_k_experts must be <= num_experts, got 9 and 8"),
-        (GEMMA4_MOE, {"quantization_config": {"quant_method": "fp8"}},
-         "engines of gemma4_text are not supported, because its checkpoints stack"),
+        (
+            GEMMA4_MOE,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "engines of gemma4_text are not supported, because its checkpoints stack",
+        ),
         (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         (GEMMA4, {"layer_types": ["sliding_attention"] * 4}, "layer_types must end with full_attention"),
         (GEMMA4, {"per_layer_config": {"1": {"head_dim": 24}}}, "per_layer_config must give every layer with full_at"),
@@ -213,7 +222,7 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (MINIMAX, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for minimax_m2"),
         (GLM_LITE, {"mlp_layer_types": ["dense"] * 3}, "must say dense for the first_k_dense_replace=1 first of 3"),
     ],
-)  # fmt: skip
+)
 def test_what_an_engine_would_compute_otherwise_is_refused_by_name(hf_config, changes, message):
     with pytest.raises(ConfigError, match=message):
         read_config(changed(hf_config, changes))

@@ -219,7 +219,9 @@ def test_what_is_stopped_goes_on_and_a_run_that_ends_is_an_outcome(folder: RunFo
         (["--seed", "x"], "--seed must be an integer, got 'x'"),
     ],
 )
-def test_bad_input_gets_one_message(folder: RunFolder, start: Start, capsys, words: list[str], said: str) -> None:
+def test_bad_input_gets_one_message(
+    folder: RunFolder, start: Start, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
     rank = start(folder.root, "trainer-0")
     with alive(folder.root):
         assert main(["chaos", str(folder.root), *words]) == 2
@@ -246,7 +248,9 @@ def test_a_moment_that_never_comes_is_refused(
         chaos(ChaosOptions(run=folder.root, when=(when,)), print)
 
 
-def test_a_run_that_has_ended_or_is_another_users_is_refused(folder: RunFolder, start: Start, monkeypatch) -> None:
+def test_a_run_that_has_ended_or_is_another_users_is_refused(
+    folder: RunFolder, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start(folder.root, "trainer-0")
     with pytest.raises(ConfigError, match="has ended: there is nothing to harm; no state of it is saved"):
         chaos(ChaosOptions(run=folder.root), print)

@@ -24,16 +24,22 @@ def _sampling(**options: object) -> Change:
 
 
 OTHER_MEANINGS = [
-    ("eval/reward", _with("data", eval_path="harder.jsonl"),
-     "held-out rows: ['held_out.jsonl'] before, ['harder.jsonl'] now"),
-    ("eval/reward", _with("run", keep_best="eval/pass_at_1"),
-     "run.keep_best: 'eval/reward' before, 'eval/pass_at_1' now"),
+    (
+        "eval/reward",
+        _with("data", eval_path="harder.jsonl"),
+        "held-out rows: ['held_out.jsonl'] before, ['harder.jsonl'] now",
+    ),
+    (
+        "eval/reward",
+        _with("run", keep_best="eval/pass_at_1"),
+        "run.keep_best: 'eval/reward' before, 'eval/pass_at_1' now",
+    ),
     ("eval/reward", _with("reward", weight=0.5), "reward.weight: 1.0 before, 0.5 now"),
     ("eval/reward", _sampling(max_tokens=3), "rollout.sampling.max_tokens"),
     ("eval/pass_at_1", _with("run", eval_right_from=0.5), "run.eval_right_from: 1.0 before, 0.5 now"),
     ("eval/majority", _with("run", eval_samples_per_prompt=4), "run.eval_samples_per_prompt"),
     ("eval/dpo_loss", _with("algorithm", dpo_beta=0.5), "algorithm.dpo_beta: 0.1 before, 0.5 now"),
-]  # fmt: skip
+]
 SAME_MEANINGS = [
     ("eval/reward", _with("run", eval_right_from=0.5)),
     ("eval/reward", _with("reward", timeout_s=99.0, num_processes=3)),
@@ -73,7 +79,9 @@ def test_a_figure_by_other_options_is_not_compared_with(
 
 
 @pytest.mark.parametrize(("metric", "change"), SAME_MEANINGS)
-def test_a_figure_is_compared_with_whatever_else_has_changed(metric: str, change: Change, tmp_path, caplog) -> None:
+def test_a_figure_is_compared_with_whatever_else_has_changed(
+    metric: str, change: Change, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store, config = _two_checkpoints(tmp_path, metric)
     BestCheckpoint(store, change(config), up_to_step=2).judge(2, 0.4)
     assert not caplog.messages

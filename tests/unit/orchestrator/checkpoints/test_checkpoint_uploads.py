@@ -287,7 +287,12 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(remote: ObjectStore, t
         remote.take(1, tmp_path / "here")
 
 
-def test_resume_takes_a_url(remote: ObjectStore, tmp_path, monkeypatch, capsys) -> None:
+def test_resume_takes_a_url(
+    remote: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     above = remote.url.rpartition("/")[0]
     config = load_run_config([*OPTIONS, "run.seed=7", f"run.checkpoint_dir={above}/"])
     folder = RunFolder(tmp_path / "run-1")

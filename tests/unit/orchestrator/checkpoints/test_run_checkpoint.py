@@ -21,7 +21,9 @@ from slipstream.orchestrator.errors import CheckpointError
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 
-def test_a_resume_reads_the_files_once_and_again_when_one_changes(tmp_path, monkeypatch) -> None:
+def test_a_resume_reads_the_files_once_and_again_when_one_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(make_store(tmp_path))
     for file in path.rglob("*"):
         os.utime(file, (1e9, 1e9))
@@ -89,7 +91,9 @@ def test_a_flipped_bit_in_any_chunk_of_a_file_is_refused_and_named(
         store.read(store.newest())
 
 
-def test_a_damaged_newest_one_is_named_and_the_one_before_it_resumed(tmp_path, caplog) -> None:
+def test_a_damaged_newest_one_is_named_and_the_one_before_it_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = make_store(tmp_path, keep=3)
     for step in (5, 10, 15):
         write(store, step)
@@ -296,7 +300,9 @@ def test_a_damaged_checkpoint_moves_aside_also_where_one_was_before(tmp_path: Pa
         assert (store.folder / "damaged-step-000010" / "manifest.json").exists()
 
 
-def test_folders_of_a_containers_image_which_cannot_be_renamed_are_removed_and_put_aside(tmp_path, monkeypatch) -> None:
+def test_folders_of_a_containers_image_which_cannot_be_renamed_are_removed_and_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """overlayfs refuses it with EXDEV, unless a folder was made in the container itself."""
     store = make_store(tmp_path, keep=2)
     for step in (7, 8, 9):

@@ -29,7 +29,9 @@ def test_cfg_job_prints_yaml_that_loads_to_the_same_config(capsys: pytest.Captur
     assert not list(tmp_path.iterdir())
 
 
-def test_dry_run_reports_and_starts_nothing(capsys, tmp_path, monkeypatch) -> None:
+def test_dry_run_reports_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_run(monkeypatch, lambda *_: pytest.fail("a dry run must not train"))
     assert main([*READY, "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -38,7 +40,9 @@ def test_dry_run_reports_and_starts_nothing(capsys, tmp_path, monkeypatch) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_a_long_read_says_how_far_it_is(monkeypatch, tmp_path, capsys) -> None:
+def test_a_long_read_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = "".join(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" for _ in range(2500))
     (tmp_path / "train.jsonl").write_text(rows)
     words = [*READY, "data.path=train.jsonl", "--dry-run"]
@@ -48,7 +52,9 @@ def test_a_long_read_says_how_far_it_is(monkeypatch, tmp_path, capsys) -> None:
     assert said == [f"checking train.jsonl: {count} rows so far" for count in ("1,024", "2,048")]
 
 
-def test_a_run_says_at_its_start_what_is_seldom_meant(capsys, monkeypatch) -> None:
+def test_a_run_says_at_its_start_what_is_seldom_meant(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_run(monkeypatch, lambda *_: None)
     assert main([*READY, "reward=exact_match", "rollout.sampling.max_tokens=3"]) == 0
     assert "warning: prompts: 704 in pkg://letters_train.jsonl" in capsys.readouterr().err
@@ -99,7 +105,9 @@ def test_exit_code_and_traceback_tell_whose_mistake_it_was(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), NoReplicasLeft("every worker is gone")])
-def test_a_run_that_ended_early_says_how_to_go_on(error: BaseException, monkeypatch, capsys) -> None:
+def test_a_run_that_ended_early_says_how_to_go_on(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened: list[RunFolder] = []
 
     def run(config: Any, words: list[str], folder: RunFolder) -> None:

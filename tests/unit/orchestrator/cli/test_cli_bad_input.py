@@ -65,17 +65,22 @@ GOOD = '{"prompt": "1a=", "answer": "a"}\n'
             ],
         ),
         ({"p.jsonl": GOOD + GOOD + GOOD[:-3]}, "data.path=p.jsonl", ["p.jsonl:3"]),
-        ({"p.jsonl": GOOD + '{"prompt": "1b=", "solution": "b"}\n'}, "data.path=p.jsonl reward=exact_match",
-         ["p.jsonl:2: no column 'answer' for reward.kind=exact_match", "solution", "data.columns.answer=COLUMN\n"]),
+        (
+            {"p.jsonl": GOOD + '{"prompt": "1b=", "solution": "b"}\n'},
+            "data.path=p.jsonl reward=exact_match",
+            ["p.jsonl:2: no column 'answer' for reward.kind=exact_match", "solution", "data.columns.answer=COLUMN\n"],
+        ),
         (
             {"p.jsonl": '{"prompt": "1b="}\n'},
             "data.path=p.jsonl reward=exact_match algorithm=distill algorithm.teacher.base_url=http://127.0.0.1:9/v1 "
             "algorithm.teacher.model=t run.num_steps=0",
             ["data.columns.answer=COLUMN, or reward=none"],
         ),
-        ({"p.jsonl": '{"prompt": "1a=", "target": {"value": "a"}}\n'},
-         "data.path=p.jsonl data.columns.answer=target.text",
-         ["p.jsonl:1: no column 'target.text' (data.columns.answer)", "prompt, target.value"]),
+        (
+            {"p.jsonl": '{"prompt": "1a=", "target": {"value": "a"}}\n'},
+            "data.path=p.jsonl data.columns.answer=target.text",
+            ["p.jsonl:1: no column 'target.text' (data.columns.answer)", "prompt, target.value"],
+        ),
         ({"p.parquet": "PAR1 and no more"}, "data.path=p.parquet", ["p.parquet is not a readable Parquet file"]),
         ({"p.jsonl/a": ""}, "data.path=p.jsonl", ["p.jsonl is a folder"]),
         ({}, "data.path=/dev/null", ["data.path=/dev/null is no file that can be read more than once"]),
@@ -101,7 +106,7 @@ GOOD = '{"prompt": "1a=", "answer": "a"}\n'
             ["experiment/mine.yaml, line 4: found duplicate key seed"],
         ),
     ],
-)  # fmt: skip
+)
 def test_files_that_cannot_be(
     refuse: Refuse, tmp_path: Path, files: dict[str, str | bytes], words: str, messages: list[str]
 ) -> None:
@@ -112,7 +117,9 @@ def test_files_that_cannot_be(
     assert all(message in said for message in messages), said
 
 
-def test_the_name_of_a_model_of_the_hub_gets_the_command_that_fetches_it(refuse: Refuse, tmp_path, capsys) -> None:
+def test_the_name_of_a_model_of_the_hub_gets_the_command_that_fetches_it(
+    refuse: Refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = (
         "no such folder; of the hub's, it is downloaded first: hf download Qwen/Qwen3-0.6B --local-dir "
         "models/Qwen3-0.6B; then give models/Qwen3-0.6B"
@@ -157,7 +164,9 @@ def test_another_librarys_option_is_answered_with_ours(refuse: Refuse, word: str
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_option_that_a_model_on_disk_does_not_read(refuse: Refuse, tmp_path, command: str, capsys) -> None:
+def test_option_that_a_model_on_disk_does_not_read(
+    refuse: Refuse, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = load_run_config(["experiment=quickstart_adapter"]).model.hf_config
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
@@ -190,15 +199,17 @@ GRADER = ["reward=judge", "reward.judge.base_url=http://localhost/v1", "reward.j
     ("words", "message"),
     [
         (["reward.parts.a.kind=code"], "prompts.jsonl:1: no column 'tests' for reward.parts.a.kind=code"),
-        (["reward.parts.a.kind=regex", "reward.parts.b.kind=regex", "data.columns.reward=judges"],
-         "prompts.jsonl:1: column 'reward' is 'c', which must name one of reward.parts (a, b)"),
+        (
+            ["reward.parts.a.kind=regex", "reward.parts.b.kind=regex", "data.columns.reward=judges"],
+            "prompts.jsonl:1: column 'reward' is 'c', which must name one of reward.parts (a, b)",
+        ),
         (["reward=judge"], "reward.judge.base_url must be the address of an OpenAI endpoint"),
         ([*GRADER, "reward.judge.api_key_env=NO_SUCH_KEY"], "api_key_env names NO_SUCH_KEY, which is not set where"),
         ([*GRADER, "reward.judge.prompt_file=absent.txt"], "reward.judge.prompt_file=absent.txt cannot be read"),
         ([*GRADER, "reward.judge.prompt_file=grade.txt"], "prompts.jsonl:1: no column 'rubric' for reward.kind=judge"),
         (["reward.overlong_tokens=500"], "reward.overlong_tokens=500 exceeds the 4 tokens of the longest response"),
     ],
-)  # fmt: skip
+)
 def test_rewards_that_cannot_judge(refuse: Refuse, tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "answer": "a", "judges": "c"}\n')
     (tmp_path / "grade.txt").write_text("{{response}} by {{rubric}}")
@@ -249,13 +260,17 @@ def test_tokenizer_of_another_model(refuse: Refuse, tmp_path: Path) -> None:
         ('{"r": 16, "lora_alpha": 32, "init_lora_weights": "pissa"}', "has init_lora_weights='pissa'"),
     ],
 )
-def test_adapter_to_start_from_that_does_not_fit(refuse: Refuse, tmp_path, content: str | None, message: str) -> None:
+def test_adapter_to_start_from_that_does_not_fit(
+    refuse: Refuse, tmp_path: Path, content: str | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / "adapter_config.json").write_text(content)
     assert message in refuse(f"trainer.lora.init_from={tmp_path}")
 
 
-def test_several_problems_are_all_reported_at_once(tmp_path, monkeypatch, capsys) -> None:
+def test_several_problems_are_all_reported_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
         "data.path=absent.jsonl",
@@ -299,7 +314,9 @@ def test_mistakes_before_any_option(words: list[str], message: str, capsys: pyte
     assert err.count("\n") == 1
 
 
-def test_a_working_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys) -> None:
+def test_a_working_folder_that_is_gone_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

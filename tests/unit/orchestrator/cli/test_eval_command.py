@@ -114,7 +114,9 @@ def test_what_cannot_be_evaluated_is_refused(run: Path, checkpoint: str, words: 
         eval_config(run, None, checkpoint, words)
 
 
-def test_a_checkpoint_that_the_run_removes_meanwhile_is_chosen_again(run: Path, monkeypatch) -> None:
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_chosen_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen: list[Path] = []
 
     def hold_too_late(path: Path) -> bool:

@@ -45,7 +45,9 @@ def test_resume_goes_on_with_the_options_of_the_run(old_run: Path, monkeypatch: 
     assert config.run.resume == str(old_run)
 
 
-def test_resume_works_from_any_folder(tmp_path, monkeypatch, capsys) -> None:
+def test_resume_works_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Relative paths of the options are from where the run was started; a word of the command names what is here."""
     began, here = tmp_path / "began", tmp_path / "here"
     for folder in (began, here):
@@ -90,7 +92,9 @@ def test_resume_works_from_any_folder(tmp_path, monkeypatch, capsys) -> None:
     assert main(["resume", str(folder.root), word]) == 0
 
 
-def test_a_run_that_fails_after_its_last_step_is_not_told_to_resume(monkeypatch, capsys) -> None:
+def test_a_run_that_fails_after_its_last_step_is_not_told_to_resume(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(config: Any, words: list[str], folder: RunFolder) -> None:
         with alive(folder.root):
             store = CheckpointStore(folder.checkpoints, keep=1, options=fingerprint(config))
@@ -109,7 +113,9 @@ def test_a_run_that_fails_after_its_last_step_is_not_told_to_resume(monkeypatch,
     assert "Go on from step 2: slipstream resume " in capsys.readouterr().err
 
 
-def test_resume_without_starting_says_what_it_would_do(old_run: Path, monkeypatch, capsys) -> None:
+def test_resume_without_starting_says_what_it_would_do(
+    old_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
     assert main(["resume", str(old_run), "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -135,7 +141,9 @@ def test_resume_without_starting_says_what_it_would_do(old_run: Path, monkeypatc
         (["old run", "--dryrun"], "unknown flag --dryrun"),
     ],
 )
-def test_resume_refuses(words: list[str], message: str, old_run: Path, monkeypatch, capsys) -> None:
+def test_resume_refuses(
+    words: list[str], message: str, old_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
     assert main(["resume", *words]) == 2
     err = capsys.readouterr().err.removeprefix(f"{AT_ONCE}\n")
@@ -154,7 +162,9 @@ def test_resume_refuses(words: list[str], message: str, old_run: Path, monkeypat
         ("eval", "is neither a run folder"),
     ],
 )
-def test_a_folder_may_have_an_equals_sign(command: str, found: str, tmp_path, capsys) -> None:
+def test_a_folder_may_have_an_equals_sign(
+    command: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "lr=1e-4"
     folder.mkdir()
     assert main([command, str(folder)]) == 2
@@ -163,7 +173,9 @@ def test_a_folder_may_have_an_equals_sign(command: str, found: str, tmp_path, ca
 
 
 @pytest.mark.parametrize("saved", [b"run: {num_steps: 3", b"\xff\xfe", b"run: {no_such_option: 1}", b"run"])
-def test_a_run_whose_options_cannot_be_read_is_not_resumed(saved: bytes, old_run: Path, capsys) -> None:
+def test_a_run_whose_options_cannot_be_read_is_not_resumed(
+    saved: bytes, old_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (old_run / "config.yaml").write_bytes(saved)
     assert main(["resume", str(old_run)]) == 2
     err = capsys.readouterr().err

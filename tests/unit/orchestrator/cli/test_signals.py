@@ -32,7 +32,13 @@ def test_signals_end_a_command_that_still_looks_at_files(
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_wind_the_run_down(signum: signal.Signals, code: int, is_async: bool, monkeypatch, capsys) -> None:
+def test_signals_wind_the_run_down(
+    signum: signal.Signals,
+    code: int,
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     wound_down: list[bool] = []
 
     async def train() -> None:
@@ -107,7 +113,9 @@ def test_nohup_survives_a_hangup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("x"), 1)])
-def test_a_terminal_that_has_gone_leaves_the_exit_code(error: BaseException, code: int, monkeypatch) -> None:
+def test_a_terminal_that_has_gone_leaves_the_exit_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def end(*_: object) -> None:
         raise error
 

@@ -234,7 +234,9 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "view", "stop", "resume", "merge"])
-def test_where_there_are_no_runs_commands_say_how_one_is_started(command: str, tmp_path, monkeypatch, capsys) -> None:
+def test_where_there_are_no_runs_commands_say_how_one_is_started(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([command, *([] if command in ("status", "view") else ["runs/latest"])]) == 2
     said = capsys.readouterr().err
@@ -258,7 +260,9 @@ def test_where_there_are_no_runs_commands_say_how_one_is_started(command: str, t
         (b"run: {}", "config.yaml holds no run.num_steps"),
     ],
 )
-def test_a_damaged_description_is_one_message(saved: bytes, said: str, tmp_path, capsys) -> None:
+def test_a_damaged_description_is_one_message(
+    saved: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_bytes(saved)
     assert main(["status", str(tmp_path)]) == 2
     err = capsys.readouterr().err

@@ -109,7 +109,9 @@ def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid() -> None:
 
 
 @pytest.mark.parametrize("by_s", [3600, -3600])
-def test_a_tree_is_ended_although_the_clock_was_set_meanwhile(by_s: int, tmp_path, monkeypatch) -> None:
+def test_a_tree_is_ended_although_the_clock_was_set_meanwhile(
+    by_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel gives a process's start as ticks since the boot, and the boot by the clock of now."""
     for entry in Path("/proc").iterdir():
         if entry.name != "stat":

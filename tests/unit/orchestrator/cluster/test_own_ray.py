@@ -34,7 +34,9 @@ class BusyMachine(OwnRay):
         self.happened.append("ended")
 
 
-async def test_ray_is_started_again_when_one_of_its_servers_ends_while_it_starts(tmp_path, caplog) -> None:
+async def test_ray_is_started_again_when_one_of_its_servers_ends_while_it_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     machine = BusyMachine(RunConfig(), RunFolder(tmp_path))
     await machine.begin()
     assert await machine.address() == "127.0.0.1:6379"
@@ -50,7 +52,9 @@ async def test_ray_is_started_again_when_one_of_its_servers_ends_while_it_starts
         assert busier.happened == ["began", *["ended", "began"] * (own_ray.NUM_TRIES - 1)]
 
 
-async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(tmp_path, monkeypatch) -> None:
+async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(own_ray, "OwnRay", BusyMachine)
     machines: list[BusyMachine] = []
     with pytest.raises(RuntimeError, match="no such row"):

@@ -76,7 +76,9 @@ def test_when_held_it_ends_after_the_lease(host: Host, monkeypatch: pytest.Monke
     assert host.ends()
 
 
-async def test_another_controller_takes_the_place_and_may_be_killed_itself(host: Host, tmp_path, monkeypatch) -> None:
+async def test_another_controller_takes_the_place_and_may_be_killed_itself(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "another")
     os.write(host.controller, HOLD)
     os.close(host.controller)
@@ -97,7 +99,9 @@ async def test_another_controller_takes_the_place_and_may_be_killed_itself(host:
     assert not host.folder.door.exists(), "what the host would remove at its end is removed where it could not"
 
 
-def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_seen(host: Host, monkeypatch) -> None:
+def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_seen(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both at once, as where the whole node is killed. They stay children until Ray asks for their ends. Nobody can go
     on without them, and nothing waits for another controller then.
     """
@@ -125,7 +129,9 @@ def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_s
     assert [server.wait() for server in servers] == [-signal.SIGKILL] * 2
 
 
-def test_a_child_that_ends_while_servers_are_looked_for_is_none_of_them(tmp_path, monkeypatch) -> None:
+def test_a_child_that_ends_while_servers_are_looked_for_is_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray's log monitor is ended just then, and took the whole run with it."""
     programs = [shutil.copy(shutil.which("sleep") or "", tmp_path / name) for name in ("gone", "gcs_server", "raylet")]
     gone, *servers = started = [subprocess.Popen([program, "600"]) for program in programs]
@@ -143,7 +149,9 @@ def test_a_child_that_ends_while_servers_are_looked_for_is_none_of_them(tmp_path
     assert select.select([*found], [], [], 20)[0]
 
 
-def test_a_controller_that_ray_has_ended_with_a_server_is_spoken_for(tmp_path, capsys) -> None:
+def test_a_controller_that_ray_has_ended_with_a_server_is_spoken_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with alive(tmp_path):
         pass
     lost = ray_host.loss("raylet", "it was ended by SIGKILL")

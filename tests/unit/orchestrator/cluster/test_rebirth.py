@@ -39,7 +39,9 @@ async def step(group: RayTrainerGroup) -> OptimStats:
     return await group.optimizer_step()
 
 
-async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_is_kept(caplog) -> None:
+async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cast, group = await started()
     for version in (1, 2, 3):
         assert (await step(group)).policy_version == version
@@ -118,7 +120,9 @@ async def test_a_death_before_the_keeper_in_its_place_has_a_state_ends_the_run()
         await step(group)
 
 
-async def test_ranks_whose_keeper_stays_gone_train_on_and_a_death_ends_the_run(caplog) -> None:
+async def test_ranks_whose_keeper_stays_gone_train_on_and_a_death_ends_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cast, group = await started()
     await step(group)
     cast.readiness, cast.no_keeper = Readiness.never, RayError("its node is gone")
@@ -168,7 +172,9 @@ async def test_calls_that_fail_at_once_start_ranks_again_once() -> None:
     assert stats.policy_version == 2 and written and len(cast.lives) == 2
 
 
-async def test_ranks_that_die_while_nobody_calls_them_are_up_again_before_what_was_waited_for(monkeypatch) -> None:
+async def test_ranks_that_die_while_nobody_calls_them_are_up_again_before_what_was_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ray_handles, "_LOOK_S", 0.01)
     cast, group = await started()
     await step(group)

@@ -156,7 +156,9 @@ async def test_a_range_takes_a_number_inside(run: Path) -> None:
         (["drain", "RUN", "rollout-1"], "is not alive"),
     ],
 )
-def test_bad_words_of_a_change_of_workers_are_one_message(run: Path, capsys, words: list[str], said: str) -> None:
+def test_bad_words_of_a_change_of_workers_are_one_message(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
     assert main([str(run) if word == "RUN" else word for word in words]) == 2
     assert said in capsys.readouterr().err
 

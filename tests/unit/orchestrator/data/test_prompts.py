@@ -194,14 +194,18 @@ def test_a_prompt_holds_what_json_holds(tmp_path, encoder):
         ('{"prompt": []}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list .*got an empty list"),
         ('{"prompt": null}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list .*got null"),
         ('{"prompt": [{"role": "user"}]}', r"a\.jsonl:2: column 'prompt': content of message 1 \(user\) must be text"),
-        ('{"prompt": [{"role": "user", "content": null}]}',
-         r"a\.jsonl:2: .* message 1 \(user\) .* got null or nothing"),
+        (
+            '{"prompt": [{"role": "user", "content": null}]}',
+            r"a\.jsonl:2: .* message 1 \(user\) .* got null or nothing",
+        ),
         ('{"prompt": [{"role": "user", "content": 1}]}', r"a\.jsonl:2: .* message 1 \(user\) must be text.* got int 1"),
         ('{"prompt": [{"role": "user", "content": {"a": 1}}]}', r"a\.jsonl:2: .* must be text.* got dict"),
         ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', r"a\.jsonl:2: .* only parts of type text"),
         ('{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}', r"a\.jsonl:2: .* only parts of type text"),
-        ('{"prompt": [{"role": "user", "content": [{"type": "image", "text": "a cat"}]}]}',
-         r"a\.jsonl:2: .* only parts of type text"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "text": "a cat"}]}]}',
+            r"a\.jsonl:2: .* only parts of type text",
+        ),
         ('{"prompt": [{"role": "user", "content": ["hi"]}]}', r"a\.jsonl:2: .* only parts of type text.* got 'hi'"),
         ('{"prompt": [{"role": null, "content": "hi"}]}', r"a\.jsonl:2: .* message 1 must be an object with a role"),
         ('{"prompt": [{"content": "hi"}]}', r"a\.jsonl:2: .* message 1 must be an object with a role"),
@@ -216,7 +220,7 @@ def test_a_prompt_holds_what_json_holds(tmp_path, encoder):
         ('{"prompt": "a", "more": {"x": 1, "x": 2}}', r"a\.jsonl:2: the key 'x' is there twice"),
         ('{"prompt": "123456789"}', r"a\.jsonl:2: the prompt has 10 tokens, data\.max_prompt_tokens allows 8"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_line_is_refused_with_its_number(tmp_path, encoder, line, message):
     path = write(tmp_path / "a.jsonl", '{"prompt": "ok"}', line)
     with pytest.raises(DataError, match=message):

@@ -207,7 +207,9 @@ def test_a_dataset_is_streamed_and_streaming_goes_on_after_any_row(tmp_path: Pat
     ("variables", "why"),
     [({}, "HF_HUB_OFFLINE is set"), (UNREACHED, r"http://127\.0\.0\.1:1 cannot be reached \(.*refused\)")],
 )
-def test_a_dataset_that_is_not_there_is_told_in_one_message(variables: dict[str, str], why: str, tmp_path) -> None:
+def test_a_dataset_that_is_not_there_is_told_in_one_message(
+    variables: dict[str, str], why: str, tmp_path: Path
+) -> None:
     done = read_elsewhere("hf:openai/gsm8k:main:train", tmp_path, **variables)
     told = f"DataError: hf:openai/gsm8k:main:train: {why}, and the dataset is not in the cache \\({tmp_path}\\)"
     assert re.search(told, done.stderr), done.stderr

@@ -131,7 +131,9 @@ def wandb_records(path: Path) -> Iterator[Any]:
             whole = b""
 
 
-def test_a_connection_is_given_up_before_the_end_of_a_run_gives_up_on_it(tmp_path, monkeypatch) -> None:
+def test_a_connection_is_given_up_before_the_end_of_a_run_gives_up_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise a run without network waits for all of CLOSE_TIMEOUT_S, and wandb complains after that."""
     asked: list[Any] = []
     monkeypatch.setattr("wandb.init", lambda **given: asked.append(given))
@@ -187,7 +189,9 @@ def test_rows_wait_for_a_service_that_comes_back(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_a_service_that_stays_away_is_counted_and_does_not_hold_up_the_end(caplog, monkeypatch) -> None:
+def test_a_service_that_stays_away_is_counted_and_does_not_hold_up_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(background, "MOST_ROWS", 2)
     service = Flaky()
     logger = InBackground("It", lambda: service)

@@ -23,7 +23,9 @@ class Clock:
         return self.now_s
 
 
-async def test_what_is_waited_for_is_said_and_what_took_how_long_is_kept(tmp_path, monkeypatch) -> None:
+async def test_what_is_waited_for_is_said_and_what_took_how_long_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, shown = Clock(), list[tuple[float, str]]()
     monkeypatch.setattr(startup_module, "time", SimpleNamespace(process_time=lambda: 0.5 + clock.now_s / 4))
     startup = Startup(tmp_path / "startup.jsonl", lambda *said: shown.append(said), now_s=clock)

@@ -269,7 +269,9 @@ def test_curves_are_drawn_from_the_rows_alone(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_evaluation_is_told_with_its_step_and_each_of_its_sets(tmp_path, caplog) -> None:
+def test_an_evaluation_is_told_with_its_step_and_each_of_its_sets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sets = {
         name: [Group(Prompt(0, (1,), "p"), [Rollout([5], [-1.0], [2], "a", "stop")], [reward])]
         for name, reward in (("aime", 1.0), ("gsm8k", 0.5))

@@ -123,14 +123,23 @@ def ends_with_a_mark(text: str, chat: Chat, is_open: bool) -> str:
     ("template", "chat", "message"),
     [
         (Template(whole=counted), chat_of("4"), "turn 2: the chat template writes what precedes it in another way"),
-        (Template("<think>", whole=ends_with_a_mark), chat_of("4"),
-         "turn 2: the chat template writes what precedes it in another way once the answer is there"),
-        (Template(turn=lambda one: unthinking(one) * 2), chat_of("<think>hm</think>4"),
-         "the chat template writes more of turn 2 than its content once"),
-        (Template(turn=unthinking), chat_of("<think>hm</think>", tool_calls=[{"name": "f"}]),
-         "turn 2 thinks and calls tools, and the chat template leaves out the thinking"),
+        (
+            Template("<think>", whole=ends_with_a_mark),
+            chat_of("4"),
+            "turn 2: the chat template writes what precedes it in another way once the answer is there",
+        ),
+        (
+            Template(turn=lambda one: unthinking(one) * 2),
+            chat_of("<think>hm</think>4"),
+            "the chat template writes more of turn 2 than its content once",
+        ),
+        (
+            Template(turn=unthinking),
+            chat_of("<think>hm</think>", tool_calls=[{"name": "f"}]),
+            "turn 2 thinks and calls tools, and the chat template leaves out the thinking",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_could_not_be_taught_as_it_is_asked_is_refused(template: Template, chat: Chat, message: str) -> None:
     with pytest.raises(DataError, match=f"^row 1: {message}"):
         answer(template, chat)

@@ -50,7 +50,9 @@ def test_a_stored_head_that_is_the_embedding_needs_no_word(folder: Path, stored_
 
 
 @pytest.mark.parametrize("stored_in", FORMATS, ids=str)
-def test_a_stored_head_of_other_values_is_refused(folder: Path, stored_in: torch.dtype, monkeypatch) -> None:
+def test_a_stored_head_of_other_values_is_refused(
+    folder: Path, stored_in: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_files, "PART_ELEMENTS", 1000)
     head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(stored_in)
     head[-1, -1] += 1  # the last of 7 parts

@@ -154,11 +154,15 @@ def test_the_trainer_gets_the_chosen_one_first(folder):
         ({"prompt": "a", "chosen": "b"}, r"no column 'rejected' \(data.columns.rejected\).* are chosen, prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "column 'rejected' .* text or a non-empty list.*got int"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, "column 'chosen' .* must be text or a non-empty list"),
-        ({"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "b"},
-         "column 'chosen' .* message 1 .* must be"),
+        (
+            {"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "b"},
+            "column 'chosen' .* message 1 .* must be",
+        ),
         ({"prompt": "a", "chosen": " ", "rejected": "b"}, "column 'chosen' .* is empty"),
-        ({"prompt": "a", "chosen": str(_answer("b")), "rejected": str(_answer("c"))},
-         "'chosen' is the text of messages"),
+        (
+            {"prompt": "a", "chosen": str(_answer("b")), "rejected": str(_answer("c"))},
+            "'chosen' is the text of messages",
+        ),
         ({"prompt": "", "chosen": "c", "rejected": "b"}, r"column 'prompt' \(data.prompt_key\) is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": _answer("")}, "column 'rejected' .* is empty"),
         ({"chosen": _turns("a", "b"), "rejected": _turns("a", "")}, "answer of column 'rejected' is empty"),
@@ -167,12 +171,14 @@ def test_the_trainer_gets_the_chosen_one_first(folder):
         ({"prompt": "a", "chosen": "b", "rejected": _answer("b")}, "'chosen' and 'rejected' have the same tokens"),
         ({"chosen": "b", "rejected": "c"}, "no column 'prompt'.*no common beginning"),
         ({"chosen": _turns("a", "b"), "rejected": _turns("c", "b")}, "no column 'prompt'.*no common beginning"),
-        ({"prompt": "a", "chosen": _turns("a", "b"), "rejected": _turns("a", "c")},
-         "a turn of 'user'.*data.prompt_key"),
+        (
+            {"prompt": "a", "chosen": _turns("a", "b"), "rejected": _turns("a", "c")},
+            "a turn of 'user'.*data.prompt_key",
+        ),
         ({"chosen": _turns("a", "b", "c", "d"), "rejected": _turns("a", "b")}, "goes on .* with a turn of 'user'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c" * 9}, "'rejected', with its prompt, has 12 tokens.* allows 11"),
     ],
-)  # fmt: skip
+)
 def test_bad_rows_are_refused_with_their_place(folder, row, complaint):
     with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{complaint}"):
         _read(folder, row, max_sequence_tokens=11)

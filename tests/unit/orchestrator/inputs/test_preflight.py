@@ -282,14 +282,20 @@ def test_a_run_folder_has_room_and_can_be_made(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["experiment=quickstart", "run.num_steps=0"], "none: run.num_steps=0"),
-        (["experiment=quickstart", "trainer.mode=full", "trainer.optim.lr=1e-5", "run.num_steps=1"],
-         "all weights, lr 1e-05, 16 prompts x 24 responses = 384 responses a step, 1 step"),
-        (["experiment=sft_quickstart", "algorithm.sequences_per_step=1", "run.num_steps=2", "trainer.optim.lr=0.01"],
-         "LoRA rank 16, alpha 32, lr 0.01, 1 row a step, 2 steps"),
-        (["experiment=sft_quickstart", "run.num_steps=9", "trainer.optim.lr=0.01", "trainer.optim.warmup_steps=9"],
-         "LoRA rank 16, alpha 32, lr 0.01, which a warm-up of 9 updates does not reach, 64 rows a step, 9 steps"),
+        (
+            ["experiment=quickstart", "trainer.mode=full", "trainer.optim.lr=1e-5", "run.num_steps=1"],
+            "all weights, lr 1e-05, 16 prompts x 24 responses = 384 responses a step, 1 step",
+        ),
+        (
+            ["experiment=sft_quickstart", "algorithm.sequences_per_step=1", "run.num_steps=2", "trainer.optim.lr=0.01"],
+            "LoRA rank 16, alpha 32, lr 0.01, 1 row a step, 2 steps",
+        ),
+        (
+            ["experiment=sft_quickstart", "run.num_steps=9", "trainer.optim.lr=0.01", "trainer.optim.warmup_steps=9"],
+            "LoRA rank 16, alpha 32, lr 0.01, which a warm-up of 9 updates does not reach, 64 rows a step, 9 steps",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_step_trains_is_told(words: list[str], said: str) -> None:
     assert check_training(load_run_config(words)).finding == said
 
@@ -351,7 +357,9 @@ def test_a_package_that_vllms_file_of_a_family_imports_is_asked_for(monkeypatch:
     assert check_model(config)
 
 
-def test_engines_whose_kernels_are_compiled_at_their_start_need_headers_and_a_compiler(tmp_path, monkeypatch) -> None:
+def test_engines_whose_kernels_are_compiled_at_their_start_need_headers_and_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf_config = {"model_type": "deepseek_v32"}
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=rf"DeepGEMM with its headers .* and nvcc at {tmp_path}/bin/nvcc"):

@@ -165,14 +165,18 @@ def test_answers_that_end_elsewhere_than_responses_are_known(tmp_path, template,
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([],
-         r"answer with '<\|im_end\|>', which no file .* \(<\|endoftext\|>\): .* rollouts of it need .*=\[601\], or"),
-        ([*SAMPLED, "rollout.sampling.stop_at_eos=true"],
-         r"; set rollout\.sampling\.stop_token_ids=\[601\], or name it by eos_token"),
+        (
+            [],
+            r"answer with '<\|im_end\|>', which no file .* \(<\|endoftext\|>\): .* rollouts of it need .*=\[601\], or",
+        ),
+        (
+            [*SAMPLED, "rollout.sampling.stop_at_eos=true"],
+            r"; set rollout\.sampling\.stop_token_ids=\[601\], or name it by eos_token",
+        ),
         ([*SAMPLED, "rollout.sampling.stop_at_eos=true", "rollout.sampling.stop_token_ids=[601]"], None),
         ([*SAMPLED, "rollout.sampling.stop_at_eos=false"], None),
     ],
-)  # fmt: skip
+)
 def test_a_run_says_that_answers_end_elsewhere(tmp_path, words, said):
     save_template_tokenizer(tmp_path, "qwen3", BASE)
     asked, answer = ({"role": role, "content": text} for role, text in SUMS[:2])

@@ -236,7 +236,9 @@ QWEN = ["experiment=qwen3_30b_a3b_2gpu"]
         (["skypilot", *QWEN, "--volume=x", "--namespace=a"], "--namespace has no effect with skypilot"),
     ],
 )
-def test_mistakes(words: list[str], message: str, tmp_path, monkeypatch, capsys) -> None:
+def test_mistakes(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["launch", *words]) == 2
     out, err = capsys.readouterr()

@@ -31,7 +31,9 @@ def steps_of_prompts(folder: Path) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("killed_in", [1, 4, 6])
-async def test_every_prompt_is_used_once_and_every_row_written_once(tmp_path, staleness: int, killed_in: int) -> None:
+async def test_every_prompt_is_used_once_and_every_row_written_once(
+    tmp_path: Path, staleness: int, killed_in: int
+) -> None:
     states: list[RunState] = []
     loop = Loop(tmp_path, config_of(staleness))
     loop.folder.journal.parent.mkdir()

@@ -114,7 +114,9 @@ async def test_a_run_that_is_told_to_end_waits_for_it(tmp_path: Path) -> None:
     assert loop.checkpoints.read(loop.checkpoints.newest()).step >= 3
 
 
-async def test_a_run_that_is_told_to_end_while_ranks_begin_one_lets_them_and_makes_no_second_one(tmp_path) -> None:
+async def test_a_run_that_is_told_to_end_while_ranks_begin_one_lets_them_and_makes_no_second_one(
+    tmp_path: Path,
+) -> None:
     """They write into its folder, which could not be made anew then."""
     loop, begun, goes_on = Loop(tmp_path, make_config(num_steps=9)), asyncio.Event(), asyncio.Event()
     begin, folders = loop.trainer.begin_checkpoint, list[Path]()

@@ -25,7 +25,9 @@ def a_run(tmp_path: Path, temperature: float = 1.0, **changes: int) -> Loop:
     return Loop(tmp_path, RunConfig(run=config.run, algorithm=config.algorithm, rollout=rollout))
 
 
-async def test_floor_is_measured_at_the_first_step_and_then_this_often(tmp_path, monkeypatch) -> None:
+async def test_floor_is_measured_at_the_first_step_and_then_this_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fakes' prefill is half a nat above their decoding: k3 = e^0.5 - 1.5."""
     monkeypatch.setattr(controller, "FLOOR_EVERY_STEPS", 3)
     loop = a_run(tmp_path, num_steps=7)
@@ -40,7 +42,9 @@ async def test_floor_is_measured_at_the_first_step_and_then_this_often(tmp_path,
     assert loop.world.scored == [(version, [1, 7, 5, 2]) for version in (0, 0, 0, 2, 2, 2, 5, 5, 5)]
 
 
-async def test_engines_score_before_the_publish_that_changes_them(tmp_path, monkeypatch) -> None:
+async def test_engines_score_before_the_publish_that_changes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker that committed a later version has no answer."""
     monkeypatch.setattr(controller, "FLOOR_EVERY_STEPS", 1)
     loop = a_run(tmp_path, num_steps=3)
@@ -65,7 +69,9 @@ async def test_a_step_that_fails_leaves_no_scoring_behind(tmp_path: Path) -> Non
     assert not [task for task in asyncio.all_tasks() if "_floor_of" in repr(task)]
 
 
-async def test_a_worker_that_cannot_score_costs_a_warning_and_no_step(tmp_path, caplog) -> None:
+async def test_a_worker_that_cannot_score_costs_a_warning_and_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = a_run(tmp_path, num_steps=2)
     for worker in loop.workers:
         worker.scores_fail = True

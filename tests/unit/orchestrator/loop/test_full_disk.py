@@ -76,7 +76,9 @@ async def test_a_checkpoint_without_room_ends_the_run_and_leaves_the_one_before_
     assert loop.rows[-1]["step"] >= 4, "no step is lost that was trained before its files found no room"
 
 
-async def test_a_save_without_room_does_not_hide_why_the_run_ends(tmp_path, caplog) -> None:
+async def test_a_save_without_room_does_not_hide_why_the_run_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = Loop(tmp_path, make_config(num_steps=9))
     full_for_checkpoints(loop, from_version=3)
     loop.trainer.failing_replicas = {3: {0, 1}}

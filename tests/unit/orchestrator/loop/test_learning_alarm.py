@@ -44,7 +44,9 @@ def test_a_warning_comes_after_a_few_steps_and_again_after_a_while(caplog: pytes
         ({"optim/skipped": 1, "optim/grad_norm": None}, "changed no weight"),
     ],
 )
-def test_the_end_of_a_short_run_says_why_nothing_was_learned(change: dict[str, Value], why: str, caplog) -> None:
+def test_the_end_of_a_short_run_says_why_nothing_was_learned(
+    change: dict[str, Value], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     alarm = LearningAlarm(AlgorithmConfig())
     warned(alarm, [{"optim/skipped": None}, *[TAUGHT | change] * 3], caplog)
     alarm.say_at_the_end()
@@ -64,7 +66,9 @@ def test_the_end_of_a_short_run_says_why_nothing_was_learned(change: dict[str, V
     assert caplog.messages[-1].startswith("nothing was learned in the 5 last steps of this start: ")
 
 
-def test_equal_rewards_teach_where_advantages_compare_the_batch_or_a_teacher_speaks(caplog) -> None:
+def test_equal_rewards_teach_where_advantages_compare_the_batch_or_a_teacher_speaks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for algorithm in (AlgorithmConfig(advantage="batch_std"), AlgorithmConfig(advantage="own.py:f")):
         assert not warned(LearningAlarm(algorithm), [EQUAL] * 5, caplog)
 

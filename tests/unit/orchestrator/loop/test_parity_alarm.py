@@ -50,7 +50,9 @@ def test_warning_names_figure_threshold_causes_and_cure(caplog: pytest.LogCaptur
         (MergeRounding.nearest, TrainMode.full, False),
     ],
 )
-def test_updates_that_rounding_loses_are_a_cause(rounding: MergeRounding, mode: TrainMode, loses: bool, caplog) -> None:
+def test_updates_that_rounding_loses_are_a_cause(
+    rounding: MergeRounding, mode: TrainMode, loses: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     config = RunConfig(trainer=TrainerConfig(mode=mode), weight_sync=WeightSyncConfig(rounding=rounding))
     assert config.loses_updates is loses
     ParityAlarm(ParityConfig(), is_corrected=True, loses_updates=loses).reason_to_stop(7, {"parity/k3": 0.25})

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,7 +138,9 @@ async def test_workers_that_fail_or_hang_hold_nothing_back_for_good() -> None:
             task.cancel()
 
 
-async def test_a_run_begins_with_one_batch_and_a_resumed_one_with_all(tmp_path, monkeypatch) -> None:
+async def test_a_run_begins_with_one_batch_and_a_resumed_one_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fake workers report no progress, so only the first batch that is taken ends the ramp."""
     train = Controller.train
 

@@ -69,7 +69,9 @@ async def test_a_step_under_way_is_ended_and_saved(tmp_path: Path) -> None:
     assert [row["step"] for row in loop.rows] == list(range(6))
 
 
-async def test_a_step_that_takes_too_long_is_left_and_nothing_half_done_is_saved(tmp_path, monkeypatch) -> None:
+async def test_a_step_that_takes_too_long_is_left_and_nothing_half_done_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(step_loop, "LAST_STEP_S", 0.05)
     loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
 

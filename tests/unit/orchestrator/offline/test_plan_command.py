@@ -320,7 +320,9 @@ def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
         (["--output", "/proc/nowhere"], "--output=/proc/nowhere cannot be written"),
     ],
 )
-def test_mistakes_come_with_a_cure_and_no_traceback(words: list[str], told: str, capsys) -> None:
+def test_mistakes_come_with_a_cure_and_no_traceback(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *QUICK, *words]) == 2
     out, error = capsys.readouterr()
     assert error.startswith("error: ")
@@ -328,7 +330,9 @@ def test_mistakes_come_with_a_cure_and_no_traceback(words: list[str], told: str,
     assert bool(out) == ("cannot be written" in told), "figures are shown before the picture is written"
 
 
-def test_an_engine_that_cannot_be_recorded_is_said_plainly(monkeypatch, capsys) -> None:
+def test_an_engine_that_cannot_be_recorded_is_said_plainly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise EngineError("no vLLM is installed")
 

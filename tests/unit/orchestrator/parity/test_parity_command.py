@@ -45,7 +45,9 @@ def test_a_run_folder_brings_its_options_and_its_adapter(tmp_path: Path):
     assert str(found.trainer.numerics.match) == "transformers"
 
 
-def test_a_run_is_compared_from_any_folder(tmp_path, monkeypatch, capsys):
+def test_a_run_is_compared_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Its relative paths are from where it was started; those of the command from where the user stands."""
     began, here = tmp_path / "began", tmp_path / "here"
     words = ["model=checkpoint", "model.path=base", "data=letters", "rollout=small", "trainer.lora.rank=16"]

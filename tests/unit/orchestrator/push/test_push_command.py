@@ -85,7 +85,9 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["elsewhere", "--start", "1"], "unexpected word 'elsewhere'"),
     ],
 )
-def test_wrong_flags_are_named(words: list[str], expected: str, checkpoint: Path, capsys) -> None:
+def test_wrong_flags_are_named(
+    words: list[str], expected: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert expected in message(["push", str(checkpoint), *words], capsys)
 
 
@@ -130,7 +132,9 @@ def test_a_taken_port_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[s
     assert f"port {port} is taken" in text
 
 
-def test_engines_without_a_port_take_the_first_free_ones(checkpoint: Path, tmp_path, monkeypatch) -> None:
+def test_engines_without_a_port_take_the_first_free_ones(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_starts, "is_port_free", lambda port, host: port not in (8000, 8002))
     monkeypatch.setattr(
         engine_starts, "ServerProcess", lambda common, port, gpus, log: SimpleNamespace(port=port, stop=list)
@@ -199,7 +203,9 @@ def test_a_server_starts_with_dummy_weights_our_backend_and_the_users_words_last
     assert environment["PYTHONPATH"].endswith(":/theirs")
 
 
-def test_record_reports_digests_sizes_and_the_cache(checkpoint: Path, tmp_path, monkeypatch, capsys) -> None:
+def test_record_reports_digests_sizes_and_the_cache(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     layouts = tuple(DestLayout(rank, (Param("w", (4, 8), "bfloat16"),), ()) for rank in range(2))
     asked: list[Any] = []
 

@@ -213,7 +213,9 @@ def test_a_run_is_read_while_it_goes_on_and_after_it_was_resumed(tmp_path: Path)
         (["--exprt", "x.html"], "unknown flag --exprt. Did you mean --export?"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys, words: list[str], says: str) -> None:
+def test_mistakes_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, words: list[str], says: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["view", *words]) == 2
     assert says in capsys.readouterr().err

@@ -128,7 +128,9 @@ class Streamed:
 
 
 @pytest.mark.parametrize("tells_usage", [False, True])
-async def test_a_stream_is_the_whole_answer_in_events(world: World, tells_usage: bool, monkeypatch) -> None:
+async def test_a_stream_is_the_whole_answer_in_events(
+    world: World, tells_usage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(endpoint_module.web, "StreamResponse", Streamed)
     world.episode.reply = Reply("4", [CALL, CALL])
     asks = {"stream": True, "n": 2, "stream_options": {"include_usage": tells_usage}}

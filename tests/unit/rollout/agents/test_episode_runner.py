@@ -184,7 +184,9 @@ async def test_template_options_of_the_row_go_before_those_of_the_run(
     assert given == ["go ab", "go cb", "go db"]
 
 
-async def test_an_episode_is_what_the_engine_was_given_and_sampled(config: Callable[..., RunConfig], tmp_path) -> None:
+async def test_an_episode_is_what_the_engine_was_given_and_sampled(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     async with running(config(), tmp_path) as (runner, engine):
         (episode,) = await runner.run_group(PROMPT, 1)
     assert episode.reward == 0.7
@@ -234,7 +236,9 @@ def left_behind() -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if "86413" in (process.info["cmdline"] or [])]
 
 
-async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., RunConfig], tmp_path, caplog) -> None:
+async def test_what_an_agent_does_costs_its_own_episode(
+    config: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = {
         "raise": "raised", "sys.exit": "raised", "nan": "not_a_number", "text": "not_a_number", "nothing": "",
         "print": "", "turns": "turns", "fork": "", "wait": "", "huge": "tokens", "leave": "", "tensor": "",

@@ -310,7 +310,9 @@ def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("asked", ["generate_group", "score", "next_logprobs"])
-def test_requests_end_when_the_engine_dies_without_a_word_of_vllms(asked: str, tmp_path, monkeypatch):
+def test_requests_end_when_the_engine_dies_without_a_word_of_vllms(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("slipstream.rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
     (tmp_path / "config.json").write_text("{}")
     engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)

@@ -34,7 +34,9 @@ def test_a_copy_that_was_damaged_is_mended(tmp_path: Path, cache: Path) -> None:
     assert (same_path(folder) / "config.json").read_text() == '{"model_type": "qwen3"}'
 
 
-def test_where_nothing_can_be_kept_the_runs_own_folder_is_used(tmp_path, cache: Path, caplog) -> None:
+def test_where_nothing_can_be_kept_the_runs_own_folder_is_used(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.write_text("a file where the folder should be")
     folder = model(tmp_path / "a", "{}")
     assert same_path(folder) == folder

@@ -1,6 +1,7 @@
 """A recording in a process of its own: what that says, and what is left of it."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,9 @@ REQUEST = LayoutRequest(
         ("exit 1", "an engine: it said nothing$"),
     ],
 )
-def test_a_recording_that_fails_says_why_and_leaves_nothing(program: str, why: str, tmp_path, monkeypatch) -> None:
+def test_a_recording_that_fails_says_why_and_leaves_nothing(
+    program: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text(f"#!/bin/sh\necho 'progress: a layer'\n{program}\n")
     (tmp_path / "python").chmod(0o755)

@@ -181,6 +181,8 @@ def test_wrong_options_are_refused(words: list[str], message: str):
 @pytest.mark.parametrize(
     ("printed", "is_right"), [("a\n  b\n", True), ("a  \n  b \n\n", True), ("a\nb\n", False), ("  a\n  b\n", False)]
 )
-def test_lines_are_compared_with_their_indentation(printed: str, is_right: bool, monkeypatch) -> None:
+def test_lines_are_compared_with_their_indentation(
+    printed: str, is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(code_tests, "run", lambda *_, **__: Ended(0, "", printed.encode(), b""))
     assert code_tests.passes("", Case("", "a\n  b"), Limits()) is is_right

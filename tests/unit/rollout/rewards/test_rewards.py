@@ -162,22 +162,30 @@ async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_na
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"kind": "no_such_module:f"},
-         "importing 'no_such_module' failed: ModuleNotFoundError.*put that folder on PYTHONPATH"),
+        (
+            {"kind": "no_such_module:f"},
+            "importing 'no_such_module' failed: ModuleNotFoundError.*put that folder on PYTHONPATH",
+        ),
         ({"kind": "no/such/file.py:f"}, r"reward\.kind=no/such/file\.py:f: there is no file /.*/no/such/file\.py"),
         ({"kind": "FOLDER/broken_rewards.py:f"}, "importing .*no_such_package_at_all"),
-        ({"kind": "FOLDER/of_a_package.py:f"},
-         r"relative import.*; name its package: reward\.kind=\S+\.of_a_package:f, in /"),
-        ({"kind": "FOLDER/user_rewards.py:of_verl"},
-         r"must take \(prompt, response, fields\).*takes data_source, solution_str, ground_truth.*coming_from\.md"),
+        (
+            {"kind": "FOLDER/of_a_package.py:f"},
+            r"relative import.*; name its package: reward\.kind=\S+\.of_a_package:f, in /",
+        ),
+        (
+            {"kind": "FOLDER/user_rewards.py:of_verl"},
+            r"must take \(prompt, response, fields\).*takes data_source, solution_str, ground_truth.*coming_from\.md",
+        ),
         ({"kind": "user_rewards:of_trl_without_prompts"}, r"takes completions, as .*coming_from\.md"),
-        ({"kind": "rollout.rewards.examples:share_of_answer"},
-         r"it is slipstream\.rollout\.rewards\.examples:share_of_answer now"),
+        (
+            {"kind": "rollout.rewards.examples:share_of_answer"},
+            r"it is slipstream\.rollout\.rewards\.examples:share_of_answer now",
+        ),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
         ({"kind": "regex", "pattern": "("}, r"reward\.pattern='\(' is not a regular expression"),
         ({"kind": "regex", "pattern": "a"}, "has no group"),
     ],
-)  # fmt: skip
+)
 def test_a_reward_that_cannot_run_is_refused_before_the_run(rewards_module, tmp_path, config, message):
     config["kind"] = config["kind"].replace("FOLDER", str(tmp_path))
     with pytest.raises(RewardError, match=message):

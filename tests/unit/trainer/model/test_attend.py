@@ -110,7 +110,9 @@ def test_flex_attention_is_padded_attention(window, has_sinks):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"], ids=["with the host's data", "apart from the host"])
-def test_cudnn_is_tried_on_the_device_while_a_decoder_is_built_on_meta(device: str, monkeypatch) -> None:
+def test_cudnn_is_tried_on_the_device_while_a_decoder_is_built_on_meta(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[torch.device] = []
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:

@@ -76,7 +76,9 @@ def test_a_recomputation_takes_the_results_that_were_kept(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("fault", [None, "refuses", "other values"])
-def test_long_chunks_go_to_cudnn_where_it_gives_what_varlen_gives(fault: str | None, monkeypatch) -> None:
+def test_long_chunks_go_to_cudnn_where_it_gives_what_varlen_gives(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_stand_ins(monkeypatch)
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
 

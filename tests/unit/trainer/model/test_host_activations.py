@@ -120,7 +120,9 @@ def test_without_gradients_nothing_is_moved() -> None:
 
 @pytest.mark.parametrize("gate_up_kept", [0.0, 1.0])
 @pytest.mark.parametrize("num_fitting", [0, 2])
-def test_the_device_holds_two_layers_and_those_that_fit(num_fitting: int, gate_up_kept: float, monkeypatch) -> None:
+def test_the_device_holds_two_layers_and_those_that_fit(
+    num_fitting: int, gate_up_kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted after each call of a layer, in the forward and in the backward. The graph lives until its last node is
     done; were it to hold what was read back, all layers would be on the device at the end.
     """

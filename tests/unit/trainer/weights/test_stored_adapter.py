@@ -198,7 +198,9 @@ def refusal(folder: Path, lora: LoraConfig | None = None, hf_config: dict[str, A
 
 
 @pytest.mark.parametrize(("field", "value"), [*CHANGES_THE_FUNCTION.items(), ("of_a_later_release", "none")])
-def test_a_field_that_changes_the_function_is_refused_by_name(field: str, value: Any, plain: Path, tmp_path) -> None:
+def test_a_field_that_changes_the_function_is_refused_by_name(
+    field: str, value: Any, plain: Path, tmp_path: Path
+) -> None:
     message = refusal(copied(plain, tmp_path, **{field: value}))
     assert f" has {field}={json.dumps(value)}" in message and "merge it into its base with PEFT" in message
 
@@ -239,7 +241,9 @@ def test_an_initialization_that_changes_the_base_is_refused(start: str, plain: P
         ({"rank_pattern": {"mlp.*": 3}}, 'has rank_pattern={"mlp.*": 3}: scale'),
     ],
 )
-def test_fields_that_no_option_says_are_refused(fields: dict[str, Any], message: str, plain: Path, tmp_path) -> None:
+def test_fields_that_no_option_says_are_refused(
+    fields: dict[str, Any], message: str, plain: Path, tmp_path: Path
+) -> None:
     said = refusal(copied(plain, tmp_path, **fields))
     assert message in said or ("rank 6 in model.layers" in said and "and 3 in model" in said)
 
@@ -247,22 +251,34 @@ def test_fields_that_no_option_says_are_refused(fields: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("fields", "lora", "message"),
     [
-        ({}, LoraConfig(rank=16, alpha=16),
-         "has r=6, lora_alpha=16; set trainer.lora.rank=6 trainer.lora.alpha=16, got"),
-        ({}, LoraConfig(rank=6, alpha=32),
-         "set trainer.lora.rank=6 trainer.lora.alpha=16, got rank=6 attention_rank=null"),
-        ({}, LoraConfig(rank=6, alpha=16, attention_rank=2),
-         "set trainer.lora.rank=6 trainer.lora.alpha=16 trainer.lora.attention_rank=null, got"),
+        (
+            {},
+            LoraConfig(rank=16, alpha=16),
+            "has r=6, lora_alpha=16; set trainer.lora.rank=6 trainer.lora.alpha=16, got",
+        ),
+        (
+            {},
+            LoraConfig(rank=6, alpha=32),
+            "set trainer.lora.rank=6 trainer.lora.alpha=16, got rank=6 attention_rank=null",
+        ),
+        (
+            {},
+            LoraConfig(rank=6, alpha=16, attention_rank=2),
+            "set trainer.lora.rank=6 trainer.lora.alpha=16 trainer.lora.attention_rank=null, got",
+        ),
         (
             {"use_rslora": True},
             LoraConfig(rank=6, alpha=16),
             "use_rslora=true (a scale of lora_alpha / sqrt(r), where a run's is alpha / rank); set trainer.lora.rank=6 "
             "trainer.lora.alpha=39.1918358845309, got",
         ),
-        ({}, LoraConfig(rank=6, alpha=16, targets=("attention", "experts")),
-         "no place in a run without mlp in trainer.lora.targets; add it"),
+        (
+            {},
+            LoraConfig(rank=6, alpha=16, targets=("attention", "experts")),
+            "no place in a run without mlp in trainer.lora.targets; add it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_fit_are_answered_with_those_that_do(
     fields: dict[str, Any], lora: LoraConfig, message: str, plain: Path, tmp_path: Path
 ) -> None:

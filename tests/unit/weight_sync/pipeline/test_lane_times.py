@@ -192,7 +192,9 @@ def test_all_writes_to_a_rank_share_one_deadline(
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
-def test_the_seconds_of_a_replica_are_those_of_its_slowest_rank(monkeypatch, slow_rank: int) -> None:
+def test_the_seconds_of_a_replica_are_those_of_its_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch, slow_rank: int
+) -> None:
     """Two lanes: a load goes to one rank, or to both; each write takes its rank as many seconds as it has bytes, and
     one of the ranks three times as long."""
     world = World()

@@ -45,7 +45,9 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
 
 
 @pytest.mark.parametrize(("more_bytes", "has_room"), [(0, False), (128, True)], ids=["full windows", "with room"])
-def test_hashes_of_more_packets_than_the_device_has_sums_for(monkeypatch, more_bytes: int, has_room: bool) -> None:
+def test_hashes_of_more_packets_than_the_device_has_sums_for(
+    monkeypatch: pytest.MonkeyPatch, more_bytes: int, has_room: bool
+) -> None:
     world = World(2, SMALL_WATERMARK + more_bytes)
     most = max(map(len, world.pipeline.loads))
     monkeypatch.setattr(staging_slots, "max_packets", lambda _: -(-most // NUM_SLOTS))
@@ -188,7 +190,9 @@ def test_a_task_larger_than_a_slot_is_refused() -> None:
 
 
 @pytest.mark.parametrize("verify_hashes", [True, False])
-def test_kernels_that_hash_are_compiled_with_the_plan_if_anything_is_hashed(monkeypatch, verify_hashes: bool) -> None:
+def test_kernels_that_hash_are_compiled_with_the_plan_if_anything_is_hashed(
+    monkeypatch: pytest.MonkeyPatch, verify_hashes: bool
+) -> None:
     world, compiled_for = World(), []
     monkeypatch.setattr(pipeline_module, "compile_kernels", compiled_for.append)
     pipeline = Pipeline(

@@ -286,10 +286,14 @@ def rows_of(*rows: int) -> list[Piece]:
         (lambda j: [j.task("p", *rows_of(0, 1))], ""),
         (lambda j: [j.task("p", *rows_of(0), num_bytes=16)], "p: tasks and fills end at byte 16 of 32"),
         (lambda j: [j.task("p", *rows_of(1), at=16, num_bytes=16)], "p: nobody writes bytes 0..15 "),
-        (lambda j: [j.task("p", *rows_of(0, 1)), j.task("p", *rows_of(1), at=16, num_bytes=16)],
-         "p: written twice: bytes 16..31 "),
-        (lambda j: [j.task("p", *rows_of(0, 1), num_bytes=16), j.task("p", *rows_of(1), at=16, num_bytes=16)],
-         "its pieces pack to 32 bytes, it says 16"),
+        (
+            lambda j: [j.task("p", *rows_of(0, 1)), j.task("p", *rows_of(1), at=16, num_bytes=16)],
+            "p: written twice: bytes 16..31 ",
+        ),
+        (
+            lambda j: [j.task("p", *rows_of(0, 1), num_bytes=16), j.task("p", *rows_of(1), at=16, num_bytes=16)],
+            "its pieces pack to 32 bytes, it says 16",
+        ),
         (lambda j: [j.task("p", *rows_of(0), num_bytes=32)], "its pieces pack to 16 bytes, it says 32"),
         (lambda j: [j.task("p", num_bytes=32)], "its pieces pack to 0 bytes, it says 32"),
         (lambda j: [j.task("p", rows_of(0)[0], dataclasses.replace(rows_of(1)[0], offset_elements=3))],

@@ -100,13 +100,17 @@ def test_two_loads_of_the_same_bytes_are_refused():
         (lambda s: [], "at least one source rank"),
         (lambda s: [s[0], s[0]], "claim rank 0"),
         (lambda s: [s[0], dataclasses.replace(s[1], tensors=s[1].tensors[:-1])], "disagree on the checkpoint"),
-        (lambda s: [s[0], dataclasses.replace(s[1], tensors=(TensorMeta("x", (1,), "int32"), *s[1].tensors[1:]))],
-         "disagree on the checkpoint: TensorMeta"),
+        (
+            lambda s: [s[0], dataclasses.replace(s[1], tensors=(TensorMeta("x", (1,), "int32"), *s[1].tensors[1:]))],
+            "disagree on the checkpoint: TensorMeta",
+        ),
         (lambda s: [s[0], dataclasses.replace(s[1], shards=(SourceShard("x", Region((0,), (1,))),))], "does not have"),
-        (lambda s: [s[0], dataclasses.replace(s[1], shards=(SourceShard("model.norm.weight", Region((4,), (8,))),))],
-         "does not lie inside model.norm.weight"),
+        (
+            lambda s: [s[0], dataclasses.replace(s[1], shards=(SourceShard("model.norm.weight", Region((4,), (8,))),))],
+            "does not lie inside model.norm.weight",
+        ),
     ],
-)  # fmt: skip
+)
 def test_source_layouts_that_do_not_belong_together_are_refused(change, pattern):
     sources, replicas = small_system()
     with pytest.raises(PlanError, match=pattern):

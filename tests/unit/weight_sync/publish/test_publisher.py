@@ -114,7 +114,9 @@ def test_a_traced_publish_writes_one_process_a_rank_and_replica(world: World, tm
         assert arriving["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= arriving["ts"] + arriving["dur"]
 
 
-def test_a_timeline_that_cannot_be_written_costs_no_publish(world: World, tmp_path, caplog) -> None:
+def test_a_timeline_that_cannot_be_written_costs_no_publish(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "traces").write_text("a file where the folder should be")
     assert committed(world.publisher.publish(0, trace=tmp_path / "traces" / "publish.json")) == [True, True]
     assert "timeline cannot be written" in caplog.text

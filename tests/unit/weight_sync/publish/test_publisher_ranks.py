@@ -326,7 +326,9 @@ def test_changes_of_all_ranks_are_what_an_engine_rank_is_told_of(make) -> None:
     assert [(one.base, one.changes) for one in told] == [("", b""), ("base", b"of rank 0, of rank 1")]
 
 
-def test_a_replica_to_which_one_rank_cannot_send_changes_ahead_is_asked_nothing(make, monkeypatch) -> None:
+def test_a_replica_to_which_one_rank_cannot_send_changes_ahead_is_asked_nothing(
+    make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = make(zone=1 << 12)
     for version in range(2):
         assert committed(report := world.publish(version)) == [True, True]
