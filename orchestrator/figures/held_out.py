@@ -16,8 +16,8 @@ from slipstream.orchestrator.figures.estimators import Estimate, estimate, major
 from slipstream.rollout.types import Group
 
 Figures = dict[str, float | int | None]
-_ROUNDING = 1e-9
-"""The sum of 0.6, 0.3 and 0.1 is less than 1."""
+_ROUNDING, _LEAST_ROUNDING = 1e-6, 1e-9
+"""Relative, and in itself: the sum of 0.6, 0.3 and 0.1 is less than 1, and more so in float32."""
 
 EVAL_METRICS: dict[str, str] = {
     "eval/step": "step whose policy the row's evaluation began with (run.eval_beside: an earlier one than the row's)",
@@ -181,8 +181,9 @@ def _judged(group: Group, right_from: float) -> list[tuple[float, bool, str | No
     """(reward, whether it is right, answer) of the responses that have a reward. A long one may be right as well."""
     nothing = [None] * len(group.rewards)
     samples = zip(group.rewards, group.rewards_for_content, group.answers or nothing, strict=True)
+    least = right_from - max(_ROUNDING * abs(right_from), _LEAST_ROUNDING)
     return [
-        (reward, content >= right_from - _ROUNDING, answer)
+        (reward, content >= least, answer)
         for reward, content, answer in samples
         if reward is not None and content is not None
     ]

@@ -2,8 +2,11 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig, DataConfig, Objective, RunConfig, RunSection
 from slipstream.orchestrator.figures.held_out import (
@@ -57,6 +60,27 @@ def test_what_a_length_takes_and_the_rounding_of_a_sum_make_no_response_wrong() 
     group = replace(a_group([weights - 0.0375, 0.9 - 0.1], ["7", "3"]), parts=lengths)
     found = evaluate_groups({"": [group]}, 3, EvalNames((), (1,)), 1.0)
     assert (found["eval/pass_at_1"], found["eval/majority"], found["eval/reward"]) == (0.5, 0.5, pytest.approx(0.88125))
+
+
+@given(
+    weights=st.lists(st.integers(1, 999), min_size=1, max_size=8),
+    scale=st.sampled_from([0.01, 1.0, 100.0]),
+    kind=st.sampled_from([np.float32, np.float64]),
+    num_tokens=st.integers(0, 300),
+)
+@example([9, 1], 1.0, np.float32, 0).via("weights of 0.9 and 0.1")
+def test_a_perfect_response_is_right_and_one_that_lacks_a_little_is_not(
+    weights: list[int], scale: float, kind: type[np.floating[Any]], num_tokens: int
+) -> None:
+    """Rewards are summed part by part, some by functions that return float32."""
+    total = sum(weights)
+    parts = [kind(scale * weight / total) for weight in weights]
+    penalty = 0.3 * scale * -num_tokens / 300
+    perfect = float(sum(parts, kind(0.0))) + penalty
+    group = replace(a_group([perfect, perfect - 1e-4 * scale]), parts=[{"length_penalty": penalty}] * 2)
+    nothing = replace(a_group([0.1 + 0.2 - 0.3 - 0.4, -0.5]), parts=[{"length_penalty": -0.4}] * 2)
+    assert evaluate_groups({"": [nothing]}, 3, EvalNames((), (1,)), 0.0)["eval/pass_at_1"] == 0.5
+    assert evaluate_groups({"": [group]}, 3, EvalNames((), (1,)), scale)["eval/pass_at_1"] == 0.5
 
 
 def test_figures_have_the_names_of_the_runs_sets() -> None:
