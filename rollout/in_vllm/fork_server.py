@@ -40,7 +40,7 @@ from pathlib import Path
 
 from slipstream.rollout.channel import BlockingChannel, Disconnected
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
-from slipstream.rollout.in_vllm.process_imports import can_use_gpu, import_vllm
+from slipstream.rollout.in_vllm.process_imports import forks_can_use_gpu, import_vllm
 
 ANSWER_TIMEOUT_S = 300.0
 """Longest wait for the answer of a server, which may be importing vLLM."""
@@ -272,7 +272,7 @@ def _become(
         _take(set_by_imports | environment)
         os.chdir(folder)
         sys.path[:] = path
-        if can_use_gpu():
+        if forks_can_use_gpu():  # asked of a fork: whoever counts GPUs cannot fork a process that uses one
             asking.send(["forked", os.getpid()])
             module, _, name = function.partition(":")
             getattr(import_module(module), name)(connection)
