@@ -1,6 +1,7 @@
 """An engine that only notes what it is asked, in which order, and checks what a rollout worker must respect."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slipstream.conf.schema import PauseMode, SamplingConfig
@@ -58,6 +59,7 @@ class ModelEngine:
         self.cleared = asyncio.Event()
         self.cleared.set()
         self.num_kv_blocks = 7
+        self.while_it_scores: Callable[[], Awaitable[None]] | None = None
 
     async def prepare(self) -> None:
         self.is_prepared = True
@@ -68,6 +70,11 @@ class ModelEngine:
 
     async def warm_up(self, adapter: object = None) -> None:
         assert self.is_alive
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        if self.while_it_scores is not None:
+            await self.while_it_scores()
+        return [-1.0] * (len(token_ids) - 1)
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
         self.is_running = False

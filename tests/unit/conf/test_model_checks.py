@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from cases.tiny_configs import BY_FAMILY
 
 from slipstream.conf.checks.model import (
     check_engine_forward_knows_the_model,
@@ -15,6 +16,7 @@ from slipstream.conf.checks.model import (
     check_slots_have_names,
     packing_of,
 )
+from slipstream.conf.checks.publish import check_engines_can_merge
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunConfig
@@ -26,6 +28,8 @@ WHOLE_EXPERTS = [*TWO_PARTS, "rollout.enable_expert_parallel=true", "cluster.dev
 BITWISE = ["parity=bitwise", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1", "model.dtype=bfloat16"]
 BITWISE += ["model.hf_config.head_dim=128"]
 MLP_ALONE = ["model=tiny_deepseek_v3", "trainer.lora.targets=[mlp]"]
+MERGE = ["model.dtype=bfloat16", "weight_sync.remote_merge=host"]
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 NO_MLP = {"num_experts": 8, "decoder_sparse_step": 1, "first_k_dense_replace": 0}
 SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64"]
 
@@ -44,6 +48,8 @@ SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64"]
         (check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3", "head_dim": 256}, {"model_type": "qwen3", "head_dim": 80}, "head_dim=80: only at 128, 192, 256"),
         (check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3", "rope_parameters": {"rope_type": "default"}}, {"model_type": "qwen3", "rope_parameters": {"type": "linear"}}, "positions scaled by linear"),
         (check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3_moe"}, {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}}, "quantized engines"),
+        (check_engines_can_merge, MERGE, BY_FAMILY["qwen3_moe"], BY_FAMILY["gpt_oss"], "for gpt_oss, whose experts lie in turns"),
+        (check_engines_can_merge, [*MERGE, "trainer.lora.targets=[attention]"], BY_FAMILY["gpt_oss"], {**BY_FAMILY["gpt_oss"], **FP8}, "contradicts block-FP8 engines"),
         *(
             (check_lora_adapts_something, MLP_ALONE, right, NO_MLP, r"has experts only; set \S*targets=\[experts\]")
             for right in (

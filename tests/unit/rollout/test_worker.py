@@ -299,3 +299,12 @@ async def test_sampling_of_one_group_can_differ(tmp_path):
     await worker.generate_group(PROMPT, 1, sampling=SamplingConfig(max_tokens=3))
     await worker.generate_group(PROMPT, 2)
     assert engine.requests == [(1, 3), (2, 8)]
+
+
+async def test_a_sequence_is_scored_by_one_version_or_by_none(tmp_path):
+    worker, engine = make(tmp_path)
+    assert await worker.score([1, 2], -1) is None, "it serves none"
+    await publish(worker, 0, 1)
+    assert [await worker.score([1, 2], version) for version in (0, 1)] == [[-1.0], None]
+    engine.while_it_scores = partial(publish, worker, 1, 2)
+    assert await worker.score([1, 2], 0) is None, "a publish came between"

@@ -53,15 +53,17 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(tmp_pa
         await worker.stop()
 
 
-async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(tmp_path):
+@pytest.mark.parametrize("failing", ["slipstream_pull", "slipstream_adopt"])
+async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(tmp_path, failing):
     worker, engine = make(tmp_path)
     await worker.start()
     try:
         with pytest.raises(PlanMismatch, match="2 ranks' weights and 0 ranks' adapter slots; its peer makes 1 offers"):
             await worker.pull([OFFER])
-        engine.failing = "slipstream_pull"
+        engine.failing = failing
         with pytest.raises(IntegrityError):
             await worker.pull([OFFER, OFFER])
+            await worker.adopt(3, 7)
         assert worker.state.phase == "dirty"
         assert worker.state.epoch == 7, "a publisher that comes later learns it, and begins a later one"
         with pytest.raises(ProtocolError):

@@ -3,15 +3,18 @@ sends every byte to whom it concerns.
 """
 
 from collections.abc import Callable, Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from cases.delta_world import ZONE_BYTES, World, before_writes
-from fakes.memory_transport import Fault
+from fakes.memory_transport import Fault, MemoryTransport
 from fakes.ranked_engine import REPACKED, MirrorEngine
 
 from slipstream.weight_sync.changes import Landed
+from slipstream.weight_sync.errors import TransferTimeout
+from slipstream.weight_sync.pipeline.staging_slots import Slots
 from slipstream.weight_sync.replica import landing
 
 
@@ -36,6 +39,27 @@ def test_a_link_that_breaks_lets_nobody_take_changes_and_the_next_publish_is_who
     report = world.publish()
     assert report.num_committed == 1 and world.all_hold_it()
     assert report.num_bytes == world.whole_bytes
+
+
+def test_a_slot_that_a_failed_write_may_still_read_is_packed_no_more(make_world, monkeypatch):
+    """Not even by the same publish, which goes on with what is sent whole."""
+    world = make_world(2, delta_bytes=1 << 11, zone=1 << 11, watermark_bytes=300_000)
+    world.publish()
+    world.step()
+    world.fabric.inject(world.links[0].session, Fault(refuse=True))
+    real, packed_anyway = Slots.pack, []
+
+    def noting(self, slot, *more, **options):
+        packed_anyway.extend({slot} & self.quarantined.keys())
+        return real(self, slot, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slots, "pack", noting)
+        patch.setattr(MemoryTransport, "reset", Mock(side_effect=TransferTimeout("still draining")))
+        report = world.publish()
+        assert [one.committed for one in report.replicas] == [False, True] and not packed_anyway
+    world.fabric.take_back(world.links[0].session)
+    assert world.publish().num_committed == 2 and world.all_hold_it()
 
 
 IN_STREAM: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {

@@ -38,6 +38,16 @@ def test_engines_hold_every_byte_of_each_version_and_get_fewer(make_world, water
     assert max(sent[1:]) < 0.5 * world.whole_bytes, sent
 
 
+def test_the_share_of_changes_is_that_since_the_publish_before(make_world):
+    """What slipstream push tells; a run has a figure of its own (changed_share.py)."""
+    world, shares = make_world(lr=1e-6, mode=TrainMode.full), []
+    for version in range(3):
+        shares.append(world.rank.delivery._publisher.publish(version).changed_fraction)
+        if version == 0:
+            world.step()
+    assert shares[0] is None and shares[1] > 0 == shares[2], shares
+
+
 def test_what_changed_much_goes_whole(make_world):
     world = make_world(lr=0.05)
     for number in range(3):

@@ -92,21 +92,51 @@ def test_a_full_device_is_no_refusal_of_heads(error, does_mean_refused):
     assert refusal_of(lambda: None) is None
 
 
-@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("has_sinks", [True, False])
-def test_flex_attention_is_padded_attention(window, has_sinks):
-    """Forward and uncompiled here, all that a CPU can; tests/gpu has the gradients. No block is full of tokens."""
+def test_flex_attention_is_padded_attention(has_sinks):
+    """Forward and uncompiled here, all that a CPU can; tests/gpu has the gradients. No block is full of tokens. Layers
+    with another window follow on the same sequences.
+    """
     generator = torch.Generator().manual_seed(0)
     sequences = PackedSequences.from_cu_seqlens(packed()[2], sum(LENGTHS), torch.device("cpu"))
     shapes = [(sum(LENGTHS), heads, 16) for heads in (4, 2, 2)] + ([(4,)] if has_sinks else [])
     inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     q, k, v = inputs[:3]
     sinks = inputs[3] if has_sinks else None
-    mine, wanted = (
-        attend(q, k, v, AttentionCall(sequences, 0.3, window, sinks), backend)
-        for backend in (AttentionBackend.flex, AttentionBackend.padded)
+    for window in (None, 3, None):
+        mine, wanted = (
+            attend(q, k, v, AttentionCall(sequences, 0.3, window, sinks), backend)
+            for backend in (AttentionBackend.flex, AttentionBackend.padded)
+        )
+        assert relative_error(mine, wanted) < 1e-5, window
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_have_their_gradient_where_an_engines_kernel_gives_the_values(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_stand_ins(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    sequences = PackedSequences.from_cu_seqlens(packed()[2], sum(LENGTHS), torch.device("cpu"))
+    shapes = [*((sum(LENGTHS), heads, 16) for heads in (4, 2, 2)), (4,), (sum(LENGTHS), 4, 16)]
+    *inputs, probe = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    q, k, v, sinks = inputs
+    call = AttentionCall(sequences, 0.3, window, sinks)
+    found, expected = (
+        torch.autograd.grad((attend(q, k, v, call, AttentionBackend.varlen, engine) * probe.detach()).sum(), inputs)
+        for engine in (engine_kernel, None)
     )
-    assert relative_error(mine, wanted) < 1e-5
+    assert all(relative_error(*pair) < 1e-5 for pair in zip(found, expected, strict=True))
+
+
+def test_a_rank_without_a_token_has_gradients_of_zeros() -> None:
+    """Under FSDP2 a parameter without a gradient on one rank changes the size of that rank's reduce-scatter."""
+    inputs = [torch.randn(shape).requires_grad_() for shape in ((0, 4, 16), (0, 2, 16), (0, 2, 16), (4,))]
+    q, k, v, sinks = inputs
+    sequences = PackedSequences.from_cu_seqlens(torch.tensor([0]), 0, torch.device("cpu"))
+    out = attend(q, k, v, AttentionCall(sequences, 0.3, None, sinks), AttentionBackend.padded)
+    assert out.shape == (0, 4, 16)
+    assert [grad.any() for grad in torch.autograd.grad(out.sum(), inputs)] == [False] * 4
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"], ids=["with the host's data", "apart from the host"])
