@@ -54,7 +54,7 @@ def read(folder: Path, columns: dict[str, Any], config: DataConfig) -> tuple[tup
     row, encoder = Row("rows.jsonl:1", columns, START), TextEncoder(folder)
     if "chosen" in columns:
         pair = PreferenceReader(config, encoder).read(row, 0)
-        return pair.chosen.token_ids, pair.rejected.token_ids
+        return tuple(one.token_ids for one in pair.sequences)
     if "messages" in columns:
         return (ConversationReader(config, encoder).read(row, 0).token_ids,)
     options = config.chat_template_kwargs

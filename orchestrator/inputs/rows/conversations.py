@@ -19,7 +19,6 @@ assistant's turn, or ends it as the next turn's header (turn_ends.py), which is 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -35,7 +34,6 @@ from slipstream.orchestrator.data.prompts import (
     rendered,
 )
 from slipstream.orchestrator.data.sources import Row, listed, other_names, renamed
-from slipstream.orchestrator.data.streams import Tokenized
 from slipstream.orchestrator.inputs.rows.answers import Answer, answer_of
 from slipstream.orchestrator.inputs.rows.turn_ends import end_after
 from slipstream.rollout.errors import DataError, RowTooLong
@@ -49,17 +47,9 @@ RESPONSES = ("response", "completion", "answer")
 """Columns with what an assistant says; the first that a row has."""
 
 
-class Lesson(Tokenized, Protocol):
-    """What one row teaches: a Conversation, or a Pair (preferences.py)."""
-
-    def samples(self, policy_version: int) -> list[list[Sample]]:
-        """Token sequences, those that must be in one microbatch together, in the order in which the loss takes them."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row, tokenized. Example: Conversation((1, 9, 30, 9, 2), (False, False, False, True, True))."""
+    """One token sequence. Example: Conversation((1, 9, 30, 9, 2), (False, False, False, True, True))."""
 
     token_ids: tuple[int, ...]
     is_taught: tuple[bool, ...]
@@ -73,15 +63,15 @@ class Conversation:
         zeros = np.zeros(len(mask), dtype=np.float32)
         return Sample(np.asarray(self.token_ids, dtype=np.int32), mask, zeros, zeros, policy_version)
 
-    def samples(self, policy_version: int) -> list[list[Sample]]:
-        return [[self.sample(policy_version)]]
-
 
 @dataclass(frozen=True, slots=True)
-class Conversations:
-    """One row: the sequences in which its answers are taught, each answer in one."""
+class Lesson:
+    """What one row teaches."""
 
     sequences: tuple[Conversation, ...]
+    """Each answer is taught in one; of preferences (preferences.py) there are two, the preferred one first."""
+    are_compared: bool = False
+    """Whether they are preferences."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -89,7 +79,9 @@ class Conversations:
         return tuple(token for one in self.sequences for token in one.token_ids)
 
     def samples(self, policy_version: int) -> list[list[Sample]]:
-        return [[one.sample(policy_version)] for one in self.sequences]
+        """Token sequences, those that must be in one microbatch together, in the order in which the loss takes them."""
+        samples = [one.sample(policy_version) for one in self.sequences]
+        return [samples] if self.are_compared else [[one] for one in samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +97,7 @@ class RowReader:
 class ConversationReader(RowReader):
     """Makes conversations of rows."""
 
-    def read(self, row: Row, number: int) -> Conversations:
+    def read(self, row: Row, number: int) -> Lesson:
         """Check and tokenize one row.
 
         Raises:
@@ -121,7 +113,7 @@ class ConversationReader(RowReader):
             raise DataError(
                 f"{where}: the conversation has no turn of an assistant: there is nothing to learn from this row"
             )
-        return Conversations(tuple(found))
+        return Lesson(tuple(found))
 
     def _tokenized(self, row: JsonObject, where: str) -> list[Conversation]:
         config, encoder = self.config, self.encoder

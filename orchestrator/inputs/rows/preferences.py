@@ -11,7 +11,7 @@ These are TRL's preference formats, explicit and implicit. Text beside messages 
 the assistant as an answer.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.data.prompts import chat_of, check_plain_text, check_turns
@@ -19,6 +19,7 @@ from slipstream.orchestrator.data.sources import Row, listed, renamed
 from slipstream.orchestrator.inputs.rows.answers import num_shared
 from slipstream.orchestrator.inputs.rows.conversations import (
     Conversation,
+    Lesson,
     RowReader,
     Turns,
     as_turns,
@@ -31,33 +32,15 @@ from slipstream.orchestrator.inputs.rows.conversations import (
 )
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.messages import Chat
-from slipstream.trainer.types import Sample
 
 ANSWERS = ("chosen", "rejected")
 """Their columns. Others are named by data.columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One row, tokenized."""
-
-    chosen: Conversation
-    rejected: Conversation
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Token ids of both answers, one after the other; streams tell rows apart by them."""
-        return self.chosen.token_ids + self.rejected.token_ids
-
-    def samples(self, policy_version: int) -> list[list[Sample]]:
-        """As the trainer takes them: the chosen one first."""
-        return [[self.chosen.sample(policy_version), self.rejected.sample(policy_version)]]
-
-
 class PreferenceReader(RowReader):
     """Makes pairs of rows."""
 
-    def read(self, row: Row, number: int) -> Pair:
+    def read(self, row: Row, number: int) -> Lesson:
         """Check and tokenize one row.
 
         Raises:
@@ -81,12 +64,12 @@ class PreferenceReader(RowReader):
                 chat_of([], columns, self.config.chat_template_kwargs, where),
                 where,
             )
-        if pair.chosen == pair.rejected:
+        if pair[0] == pair[1]:
             raise DataError(f"{where}: columns 'chosen' and 'rejected' have the same tokens; remove the row")
-        for name, one in zip(ANSWERS, (pair.chosen, pair.rejected), strict=True):
+        for name, one in zip(ANSWERS, pair, strict=True):
             check_conversation(one, f"{where}: column {name!r}, with its prompt,", self.config.max_sequence_tokens)
             self.check(where, one.token_ids)
-        return pair
+        return Lesson(tuple(pair), are_compared=True)
 
     def _value(self, columns: JsonObject, name: str, option: str, where: str) -> str | Turns:
         """Text or messages of a column, not empty."""
@@ -97,7 +80,7 @@ class PreferenceReader(RowReader):
             )
         return text_or_turns(columns[name], f"{where}: column {name!r} ({option})")
 
-    def _of_texts(self, prompt: str | None, chosen: str, rejected: str, where: str) -> Pair:
+    def _of_texts(self, prompt: str | None, chosen: str, rejected: str, where: str) -> list[Conversation]:
         """As TRL, answers count from the first token that is not the prompt's alone: tokens may reach across the end of
         the prompt. Tokens that both have cancel in the loss, so without a prompt they are taken as one."""
 
@@ -109,9 +92,11 @@ class PreferenceReader(RowReader):
             raise DataError(_no_prompt(where, self.config.prompt_key))
         before = pair[0] if prompt is None else whole(prompt)
         first = min(num_shared(before.token_ids, one.token_ids) for one in pair)
-        return Pair(*(_taught_from(first, one) for one in pair))
+        return [_taught_from(first, one) for one in pair]
 
-    def _of_messages(self, prompt: Turns | None, chosen: Turns, rejected: Turns, beside: Chat, where: str) -> Pair:
+    def _of_messages(
+        self, prompt: Turns | None, chosen: Turns, rejected: Turns, beside: Chat, where: str
+    ) -> list[Conversation]:
         """`beside`: what the template is given beside the messages."""
         answers = [list(chosen), list(rejected)]
         if prompt is None:
@@ -134,7 +119,7 @@ class PreferenceReader(RowReader):
         chats = [replace(beside, messages=[*prompt, *turns]) for turns in answers]
         for chat in chats:
             check_turns(self.encoder, chat, where, is_open=False)
-        return Pair(*(self._in_one(chat, where, first, name) for name, chat in zip(ANSWERS, chats, strict=True)))
+        return [self._in_one(chat, where, first, name) for name, chat in zip(ANSWERS, chats, strict=True)]
 
     def _in_one(self, chat: Chat, where: str, first: int, name: str) -> Conversation:
         """The answers from turn `first` on as one sequence."""

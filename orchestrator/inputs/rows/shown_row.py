@@ -9,8 +9,8 @@ the reading of rows (prompt_rows.py).
 import itertools
 from collections.abc import Sequence
 
-from slipstream.orchestrator.inputs.rows.conversations import Conversation, Conversations, Lesson
-from slipstream.orchestrator.inputs.rows.preferences import Pair
+from slipstream.orchestrator.inputs.rows.conversations import Conversation, Lesson
+from slipstream.orchestrator.inputs.rows.preferences import ANSWERS
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.types import Prompt
 
@@ -22,23 +22,16 @@ def shown_row(row: Prompt | Lesson, decoder: TextEncoder) -> str:
     """A row in words: how many tokens, and their text."""
     if isinstance(row, Prompt):
         return f"{len(row.token_ids)} tokens: {_cut(decoder.decode(row.token_ids))}"
-    if isinstance(row, Pair):
-        return f"chosen {_shown(row.chosen, decoder)}, rejected {_shown(row.rejected, decoder)}"
-    first, *others = sequences_of(row)
+    if row.are_compared:
+        return ", ".join(f"{name} {_shown(one, decoder)}" for name, one in zip(ANSWERS, row.sequences, strict=True))
+    first, *others = row.sequences
     more = f" (and {len(others)} more sequences of this row)" if others else ""
     return _shown(first, decoder) + more
 
 
-def sequences_of(row: Lesson) -> Sequence[Conversation]:
-    """The token sequences of a row that is learned from."""
-    if isinstance(row, Pair):
-        return row.chosen, row.rejected
-    return row.sequences if isinstance(row, Conversations) else ()
-
-
 def thoughts_not_given(rows: Sequence[Lesson]) -> list[str]:
     """What to say of answers that lack what the model is given at their place (answers.py); [] if none do."""
-    unseen = [next((one.unseen for one in sequences_of(row) if one.unseen), "") for row in rows]
+    unseen = [next((one.unseen for one in row.sequences if one.unseen), "") for row in rows]
     found = [text for text in unseen if text]
     if not found:
         return []

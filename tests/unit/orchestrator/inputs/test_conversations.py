@@ -132,7 +132,7 @@ def test_an_answer_whose_first_token_begins_in_the_prompt_is_taught_whole(folder
     path = folder / "pair.jsonl"
     path.write_text(json.dumps({"prompt": "it is ", "chosen": "Paris", "rejected": "it"}))
     pair = PreferenceReader(DataConfig(), TextEncoder(folder)).read(next(read_rows(str(path))), 0)
-    assert pair.chosen == conversation, "as algorithm=dpo counts it"
+    assert pair.sequences[0] == conversation, "as algorithm=dpo counts it"
 
 
 def test_the_sample_predicts_each_taught_token(folder):

@@ -54,7 +54,7 @@ def _texts(folder: Path, pair) -> list[tuple[str, str]]:
     """(what precedes the answer, the answer) of both."""
     decode = TextEncoder(folder)._tokenizer.decode
     found = []
-    for one in (pair.chosen, pair.rejected):
+    for one in pair.sequences:
         first = one.is_taught.index(True)
         assert all(one.is_taught[first:])
         halves = (one.token_ids[:first], one.token_ids[first:])
@@ -107,7 +107,7 @@ def test_every_form_of_messages_gives_the_same_pair(folder, row):
 def test_earlier_turns_of_the_assistant_do_not_count_and_later_ones_of_the_user_neither(folder):
     pair = _read(folder, {"chosen": _turns("a", "b", "c", "d", "e", "f"), "rejected": _turns("a", "b", "c", "z")})
     decode = TextEncoder(folder)._tokenizer.decode
-    for one, answer in ((pair.chosen, "d<eos>f<eos>"), (pair.rejected, "z<eos>")):
+    for one, answer in zip(pair.sequences, ("d<eos>f<eos>", "z<eos>"), strict=True):
         counted = [token for token, counts in zip(one.token_ids, one.is_taught, strict=True) if counts]
         assert decode(counted, skip_special_tokens=False) == answer
 
@@ -120,7 +120,7 @@ def test_whole_texts_count_from_their_first_difference(folder):
 def test_a_first_token_that_began_within_the_prompt_counts(folder):
     """The words are ["A:", " yes"] and ["A:", " no"], and the space is the prompt's."""
     pair = _read(folder, {"prompt": "A: ", "chosen": "yes", "rejected": "no"}, Words())
-    assert pair.chosen.is_taught == pair.rejected.is_taught == (False, True)
+    assert [one.is_taught for one in pair.sequences] == [(False, True)] * 2
 
 
 def test_a_first_token_that_nothing_precedes_does_not_count():

@@ -3,8 +3,7 @@
 import pytest
 
 from slipstream.conf.load import load_run_config
-from slipstream.orchestrator.inputs.rows.conversations import Conversation, Conversations
-from slipstream.orchestrator.inputs.rows.preferences import Pair
+from slipstream.orchestrator.inputs.rows.conversations import Conversation, Lesson
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_vocabulary
 from slipstream.orchestrator.inputs.rows.shown_row import MAX_SHOWN, shown_row, thoughts_not_given
 from slipstream.rollout.errors import DataError
@@ -25,9 +24,12 @@ def of(text: str, taught: str, unseen: str = "") -> Conversation:
 def test_taught_tokens_are_marked_run_by_run() -> None:
     first, second = of("abcdef", "..xx.x"), of("ab", ".x")
     shown = "6 tokens (3 taught): 'ab>>>cd<<<e>>>f<<<'"
-    assert shown_row(Conversations((first,)), Letters()) == shown
-    assert shown_row(Conversations((first, second)), Letters()) == f"{shown} (and 1 more sequences of this row)"
-    assert shown_row(Pair(first, second), Letters()) == f"chosen {shown}, rejected 2 tokens (1 taught): 'a>>>b<<<'"
+    assert shown_row(Lesson((first,)), Letters()) == shown
+    assert shown_row(Lesson((first, second)), Letters()) == f"{shown} (and 1 more sequences of this row)"
+    assert (
+        shown_row(Lesson((first, second), are_compared=True), Letters())
+        == f"chosen {shown}, rejected 2 tokens (1 taught): 'a>>>b<<<'"
+    )
     assert shown_row(Prompt(0, (2, 0), "of no use"), Letters()) == "2 tokens: 'ca'"
 
 
@@ -39,8 +41,9 @@ def test_of_a_long_row_both_ends_are_shown() -> None:
 
 def test_rows_without_the_thought_that_is_begun_are_counted() -> None:
     plain, lacks = of("ab", ".x"), of("ab", ".x", "<think>")
-    assert thoughts_not_given([Conversations((plain, plain)), Pair(plain, plain)]) == []
-    (said,) = thoughts_not_given([Conversations((plain, lacks)), Pair(plain, plain), Pair(plain, lacks)])
+    several, equal = Lesson((plain, plain)), Lesson((plain, plain), are_compared=True)
+    assert thoughts_not_given([several, equal]) == []
+    (said,) = thoughts_not_given([Lesson((plain, lacks)), equal, Lesson((plain, lacks), are_compared=True)])
     assert said.startswith("2 of the first 3 rows have answers without '<think>', which")
 
 

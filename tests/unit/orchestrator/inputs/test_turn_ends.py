@@ -77,9 +77,7 @@ def test_answers_of_pairs_end_so_too(glm):
     turns = [{"role": role, "content": text} for role, text in SUMS[:2]]
     row = Row("row 1", {"prompt": turns[:1], "chosen": "4", "rejected": "5"}, START)
     pair = PreferenceReader(DataConfig(), TextEncoder(glm)).read(row, 0)
-    assert [taught(glm, one) for one in (pair.chosen, pair.rejected)] == [
-        [f"\n<think></think>\n{answer}<|user|>"] for answer in "45"
-    ]
+    assert [taught(glm, one) for one in pair.sequences] == [[f"\n<think></think>\n{answer}<|user|>"] for answer in "45"]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,10 @@ from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.rows.conversations import Conversation, Lesson
-from slipstream.orchestrator.inputs.rows.preferences import Pair
 from slipstream.orchestrator.loop.finetuner import Finetuner
 from slipstream.trainer.types import Denominators, LossStats, Sample
 
-CONVERSATIONS = [Conversation((1, 5, 6 + i), (False, False, True)) for i in range(7)]
+CONVERSATIONS = [Lesson((Conversation((1, 5, 6 + i), (False, False, True)),)) for i in range(7)]
 
 
 class Teacher(FakeTrainer):
@@ -128,7 +127,9 @@ async def test_both_answers_of_a_pair_are_in_one_microbatch_and_evaluated_by_pai
             return [LossStats(sums, {})]
 
     pairs = [
-        Pair(*(Conversation((1, 5, token, *rest), (False, False, True, *(True for _ in rest))) for token in (20, 10)))
+        Lesson(
+            tuple(Conversation((1, 5, one, *rest), (False, False, True, *map(bool, rest))) for one in (20, 10)), True
+        )
         for rest in ((), (7,))
     ]
     tuning = Tuning(tmp_path, num_steps=1)
