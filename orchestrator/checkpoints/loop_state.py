@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+import msgspec
 import numpy as np
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
+from slipstream.rollout.types import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,11 @@ def state_of(head: JsonObject, rows: Iterable[str]) -> RunState:
     groups: dict[int, Group] = {}
     in_flight: dict[int, Prompt] = {}
     for row in map(json.loads, rows):
+        ticket = row.pop("ticket")
         if "rollouts" in row:
-            rollouts = [_to_rollout(rollout) for rollout in row["rollouts"]]
-            groups[row["ticket"]] = Group(
-                _to_prompt(row["prompt"]), rollouts, row["rewards"], row.get("parts", []), row.get("answers", [])
-            )
+            groups[ticket] = msgspec.convert(row, Group, dec_hook=_decode)
         else:
-            in_flight[row["ticket"]] = _to_prompt(row["prompt"])
+            in_flight[ticket] = msgspec.convert(row["prompt"], Prompt)
     return RunState(
         step=head["step"],
         policy_version=head["policy_version"],
@@ -83,19 +82,5 @@ def _encode(array: np.ndarray) -> JsonObject:
     return {"dtype": array.dtype.name, "shape": array.shape, "base64": data}
 
 
-def _decode(raw: JsonObject) -> np.ndarray:
+def _decode(_: type, raw: JsonObject) -> np.ndarray:
     return np.frombuffer(base64.b64decode(raw["base64"]), raw["dtype"]).reshape(raw["shape"])
-
-
-def _to_rollout(raw: JsonObject) -> Rollout:
-    routes = _to_routes(raw.pop("routes", None))
-    turns = tuple(Turn(**turn | {"routes": _to_routes(turn["routes"])}) for turn in raw.pop("turns", ()))
-    return Rollout(**raw, routes=routes, turns=turns)
-
-
-def _to_routes(raw: JsonObject | None) -> Routes | None:
-    return None if raw is None else Routes(**{name: _decode(array) for name, array in raw.items()})
-
-
-def _to_prompt(raw: JsonObject) -> Prompt:
-    return Prompt(raw["prompt_id"], tuple(raw["token_ids"]), raw["text"], raw["fields"], raw.get("messages"))

@@ -30,20 +30,13 @@ from slipstream.trainer.types import Denominators, LossStats, Origin, Sample, Sc
 class Draft:
     """A sample whose advantages are still zeros."""
 
-    origin: Origin
+    group: int
+    """Its number in the batch."""
+    rollout: int
+    """Its number in the group."""
     sample: Sample
     numbers: np.ndarray
     """[T] int64; which of its rollout's sampled tokens each token is. -1: none that counts."""
-
-    @property
-    def group(self) -> int:
-        """Its number in the batch."""
-        return self.origin[0]
-
-    @property
-    def rollout(self) -> int:
-        """Its number in the group."""
-        return self.origin[1]
 
 
 def draft_samples(groups: Sequence[Group], config: AlgorithmConfig) -> list[Draft]:
@@ -171,7 +164,7 @@ def _draft(branch: Branch, origin: Origin) -> Draft:
         has_route=has_route,
         origin=origin,
     )
-    return Draft(origin, sample, numbers)
+    return Draft(origin[0], origin[1], sample, numbers)
 
 
 def mark(samples: Sequence[Sample], places: Sequence[tuple[int, int]]) -> list[Sample]:
