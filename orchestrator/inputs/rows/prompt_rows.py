@@ -286,7 +286,7 @@ def _answers_end_elsewhere(config: RunConfig, encoder: TextEncoder) -> list[str]
 
 def lesson_reader(
     config: RunConfig, encoder: Encoder, check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None
-) -> Read[Lesson]:
+) -> Callable[[Row, int], Lesson]:
     """Makes a lesson of a row and its number, for a run without engines. Arguments as those of ConversationReader."""
     if config.algorithm.objective is Objective.dpo:
         return PreferenceReader(config.data, encoder, check).read
