@@ -40,7 +40,7 @@ class DataConfig:
     `aime`, whose figures are eval/aime/reward and so on. docs/evaluation.md."""
     columns: dict[str, str] = field(default_factory=dict[str, str])
     """Columns under other names: `data.columns.answer=reward_model.ground_truth` adds a column `answer` with a field of
-    a struct; of `question|problem` the first that a row has is taken."""
+    a struct; of `question|problem` the first that a row has (null is none) is taken."""
     stream: bool = False
     """Read training rows while the run uses them, for what does not fit in memory. 1,000 rows of each source are
     shuffled among each other. Rows after these are checked when they are read: a wrong one then ends the run, its state

@@ -119,7 +119,7 @@ def renamed(row: Row, columns: Mapping[str, str]) -> JsonObject:
     """The row's columns, and those that data.columns adds to them: name -> where its value is.
 
     Example: {"answer": "reward_model.ground_truth"} takes a field of a struct; {"prompt": "question|problem"} takes the
-    first of the two that the row has.
+    first of the two that the row has and that is not null: Parquet gives every row all columns.
 
     Raises:
         DataError: The row has none of a name's columns.
@@ -131,7 +131,7 @@ def renamed(row: Row, columns: Mapping[str, str]) -> JsonObject:
             raise DataError(
                 f"{row.where}: no column {text!r} (data.columns.{name}); the columns are {listed(row.columns)}"
             )
-        found[name] = values[0]
+        found[name] = next((value for value in values if value is not None), None)
     return found
 
 

@@ -174,9 +174,9 @@ def chosen_rewards(config: RewardConfig, prompt: Prompt, where: str = "") -> lis
         RewardError: The column names a reward that is not configured, or none.
     """
     names = list(config.names)
-    if not config.parts or CHOICE not in prompt.fields:
+    given = prompt.fields.get(CHOICE)
+    if not config.parts or given is None:  # Parquet gives every row the column
         return names
-    given = prompt.fields[CHOICE]
     chosen = given if isinstance(given, list) else [given]
     if not chosen or not all(isinstance(one, str) and one in names for one in chosen):
         raise RewardError(

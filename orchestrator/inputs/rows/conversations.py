@@ -117,7 +117,7 @@ class ConversationReader(RowReader):
 
     def _tokenized(self, row: JsonObject, where: str) -> list[Conversation]:
         config, encoder = self.config, self.encoder
-        if MESSAGES in row:
+        if row.get(MESSAGES) is not None:
             turns, first = messages_in(row[MESSAGES], f"{where}: column {MESSAGES!r}"), 0
         else:
             prompt, response, name = _asked_and_answered(row, where, config)

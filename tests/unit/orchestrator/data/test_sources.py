@@ -91,7 +91,8 @@ def test_verls_parquet_is_read_with_one_column_renamed(tmp_path: Path, encoder: 
         ({"a": {"b": {"c": 2}}}, "a.b.c", 2),
         ({"a.b": 3, "a": {"b": 4}}, "a.b", 3),
         ({"problem": 5}, "question|problem", 5),
-        ({"problem": 6, "question": None}, "question|problem", None),
+        ({"problem": 6, "question": None}, "question|problem", 6),
+        ({"question": None}, "question|problem", None),
     ],
 )
 def test_a_column_is_found_by_its_path(columns: dict[str, Any], path: str, value: Any) -> None:

@@ -89,6 +89,7 @@ ASKED, SAID = ({"role": role, "content": text} for role, text in TURNS)
         {"prompt": "2+2?", "completion": [SAID]},
         {"prompt": [ASKED], "completion": "4"},
         {"prompt": [ASKED], "answer": 4},
+        {"prompt": [ASKED], "answer": 4, "messages": None},
         {"messages": [{**ASKED, "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}, SAID]},
     ],
 )

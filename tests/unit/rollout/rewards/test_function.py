@@ -95,7 +95,8 @@ def test_a_row_chooses_its_rewards_in_the_order_of_the_options() -> None:
     def chosen(**fields: Any) -> list[str]:
         return chosen_rewards(config, Prompt(7, (1,), "p", fields), "rows.jsonl:3")
 
-    assert chosen() == ["a", "b", "c"] and chosen(reward=["c", "a"]) == ["a", "c"] and chosen(reward="b") == ["b"]
+    assert chosen() == chosen(reward=None) == ["a", "b", "c"]
+    assert chosen(reward=["c", "a"]) == ["a", "c"] and chosen(reward="b") == ["b"]
     with pytest.raises(RewardError, match=r"^rows\.jsonl:3: column 'reward' is 'd', which must name one .*a, b, c"):
         chosen(reward="d")
     with pytest.raises(RewardError, match=r"^prompt 7: column 'reward'"):
