@@ -17,6 +17,7 @@ from slipstream.rollout.text.chat_template import ChatTemplate
 from slipstream.rollout.text.ends import vocab_size
 from slipstream.rollout.text.messages import Chat
 from slipstream.rollout.text.plain_text import encode_text, load_tokenizer
+from slipstream.rollout.text.turns import TurnCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class FolderChatText:
 
     def __init__(self, folder: Path, stop_token_ids: Sequence[int], tool_parser: str | None = None) -> None:
         self._template = ChatTemplate(folder)
+        self._turns = TurnCheck(self._template)
         self._tokenizer = load_tokenizer(folder)
         self.stop_texts: Mapping[int, str] = {token: self.decode([token]) for token in stop_token_ids}
         self._specials = sorted(
@@ -67,7 +69,7 @@ class FolderChatText:
         return self._template.render(messages, is_open=True, tools=tools, options=options)
 
     def check(self, chat: Chat) -> None:
-        """Refuse tools and options that the model would not see, and tools whose calls the agent would not.
+        """Refuse messages, tools and options that the model would not see, and tools whose calls the agent would not.
 
         Raises:
             DataError: There is no parser, or the template does not write or read them.
@@ -79,6 +81,7 @@ class FolderChatText:
                 "give the parser of the model's family, such as hermes"
             )
         self._template.check(chat)
+        self._turns.check_shown(chat)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Refuse what is no row of the model's embedding: an engine would end of it, and with it the run.

@@ -5,8 +5,8 @@
     a role that is not known   templates write any word where the role stands    refused, unless the template names it
     system in the middle       some templates leave it out, or move it           refused where they do
 
-Owns: these rules for rows. Does not own: the form of a message (messages.py), rendering (chat_template.py). Requests of
-agents are not judged: an agent may say what it likes.
+Owns: these rules for rows. Does not own: the form of a message (messages.py), rendering (chat_template.py). An agent
+may say what it likes in any order; a message that the template leaves out is refused all the same.
 """
 
 import itertools
@@ -27,6 +27,8 @@ class TurnCheck:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._tried: set[object] = set()
+        self._shown: set[tuple[str, bool]] = set()
+        """Roles that the template was seen to write, at the beginning (True) or later."""
 
     def check(self, chat: Chat, *, is_open: bool) -> None:
         """Refuse turns that the model would be shown in another way than the row has them.
@@ -44,8 +46,21 @@ class TurnCheck:
         forms = tuple((role, _is_marked(message)) for role, message in zip(roles, chat.messages, strict=True))
         key = (forms, bool(chat.tools), repr(sorted(chat.options.items())), is_open)
         if key not in self._tried:
-            self._check_written(chat, is_open)
+            self._check_written(chat, is_open, may_move=False)
             self._tried.add(key)
+
+    def check_shown(self, chat: Chat) -> None:
+        """Refuse a message of an agent's request that the template leaves out, as many do where a role is not theirs.
+
+        Raises:
+            DataError: Names the message by its number, from 1.
+            TemplateRefused: The template refuses the messages.
+        """
+        roles = enumerate(str(message["role"]) for message in chat.messages)
+        asked = {(role, number == 0) for number, role in roles if role == "system" or role not in ROLES}
+        if not asked <= self._shown:
+            self._check_written(chat, is_open=True, may_move=True)
+            self._shown |= asked
 
     def _check_roles(self, roles: Sequence[str]) -> None:
         for number, role in enumerate(roles, start=1):
@@ -55,7 +70,7 @@ class TurnCheck:
                     f"as one of {', '.join(ROLES)}"
                 )
 
-    def _check_written(self, chat: Chat, is_open: bool) -> None:
+    def _check_written(self, chat: Chat, is_open: bool, *, may_move: bool) -> None:
         """Render the chat with a mark in place of each content, and look for the marks."""
         marks = {number: f"words {number:04d} end" for number, one in enumerate(chat.messages) if _is_marked(one)}
         marked = [{**one, "content": marks.get(number, one["content"])} for number, one in enumerate(chat.messages)]
@@ -69,12 +84,12 @@ class TurnCheck:
         for number, mark in marks.items():
             place = text.find(mark)
             is_moved = number >= num_leading and place < last  # Mistral's has the first system turn behind others
-            if place < 0 or is_moved:
+            if place < 0 or (is_moved and not may_move):
                 what = "leaves it out" if place < 0 else "writes it before others that precede it"
                 raise DataError(
                     f"message {number + 1} is of {chat.messages[number]['role']!r}, and the model's chat template "
-                    f"{what} in this place, so that the model would not be given the row as it is; move it, or write "
-                    "it into a message of the user"
+                    f"{what} in this place, so that the model would not be given the messages as they are; move it, "
+                    "or write it into a message of the user"
                 )
             last = place if number >= num_leading else last
 

@@ -19,7 +19,9 @@ from slipstream.orchestrator.data.sources import START, Row
 from slipstream.orchestrator.inputs.rows.conversations import ConversationReader
 from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.rollout.agents.chat_text import FolderChatText
 from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.messages import Chat
 from slipstream.rollout.text.plain_text import load_tokenizer
 
 TOOLS = [
@@ -146,6 +148,24 @@ def test_an_answer_without_calls_is_the_same_whether_it_says_so_or_not(
     for column, end in (("prompt", []), ("messages", [ANSWER])):
         plain, dumped = (read(folder, {column: [USER, one, USER, *end]}, DataConfig()) for one in (ANSWER, answer))
         assert dumped == plain
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_a_message_of_an_agent_that_the_template_leaves_out_is_refused_each_time(tmp_path: Path, name: str) -> None:
+    """Instructions of a developer, in a family that does not know this role, would be silently unheard."""
+    chat, refused = FolderChatText(saved(tmp_path, name), []), 0
+    chat.check(Chat([USER, ANSWER, USER]))
+    for role, is_first in itertools.product(("system", "developer", "function"), (True, False)):
+        told = {"role": role, "content": "Be brief."}
+        messages = [told, USER] if is_first else [USER, ANSWER, told, USER]
+        for _ in range(2):
+            if "Be brief." in chat.render(messages, ()):
+                chat.check(Chat(messages))
+                continue
+            with pytest.raises(DataError, match=rf"^message {1 if is_first else 3} is of '{role}', .* leaves it out"):
+                chat.check(Chat(messages))
+            refused += 1
+    assert (refused == 0) == (name == "llama3_1"), "that one writes any role"
 
 
 def turns(*texts: str) -> list[dict[str, Any]]:
