@@ -8,6 +8,7 @@
         CheckpointLost(RuntimeError)       a trainer rank died that had not written its files of a checkpoint
         ObjectStoreError(OSError)          a checkpoint cannot be written to, or read from, run.checkpoint_dir
         DiskFull(OSError)                  a file of the run could not be written: no space, or a quota
+        DiskLost(OSError)                  a file of the run cannot be reached any more, or only be read
         PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
         ClusterLost(RuntimeError)          a server of the run's own Ray cluster has ended
         RunTakenOver(RuntimeError)         another process goes on with the run, which this one was given up for
@@ -44,6 +45,10 @@ class ObjectStoreError(OrchestratorError, OSError):
 
 class DiskFull(OrchestratorError, OSError):
     """A file of the run could not be written. The message says which, how much is free, and what was saved."""
+
+
+class DiskLost(OrchestratorError, OSError):
+    """A file of the run cannot be reached any more, or only be read. The message says which, and why."""
 
 
 class PlacementError(OrchestratorError, RuntimeError):

@@ -1,4 +1,4 @@
-"""A full disk, in words: which path could not be written, and how much is free there.
+"""A full disk, in words: which path could not be written, and how much is free there; and one that is gone.
 
 Owns: how such an error is recognized and what it says. Does not own: what a run saves or removes then (loop/, run.py).
 """
@@ -9,26 +9,31 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slipstream.orchestrator.errors import DiskFull
+from slipstream.orchestrator.errors import DiskFull, DiskLost
 
 NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, an exhausted quota and a file size limit set errno to."""
+LOST = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
+"""Of a disk that fails, and of a machine with the files that does not answer."""
 _SENTENCES = tuple(os.strerror(number) for number in NUMBERS)
 
 
 @contextmanager
 def naming_a_full_disk(path: Path) -> Generator[None]:
-    """Turn the error of a full disk, an exhausted quota or a file size limit into DiskFull, which names a path.
+    """Turn the error of a full disk, an exhausted quota or a file size limit into DiskFull, and that of a disk which is
+    gone into DiskLost; both name a path.
 
     Args:
         path: what is being written, where the error itself does not say so.
     """
     try:
         yield
-    except DiskFull:
+    except (DiskFull, DiskLost):
         raise
     except Exception as error:
         sentence = _full(error)
+        if isinstance(error, OSError) and error.errno in LOST and isinstance(error.filename, str):
+            raise DiskLost(f"{error.filename} is out of reach or read-only: {os.strerror(error.errno)}") from error
         if sentence is None:
             raise
         place = Path(str(getattr(error, "filename", None) or path))

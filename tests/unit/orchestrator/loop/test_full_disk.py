@@ -16,9 +16,20 @@ from fakes.loop import Loop, make_config
 from rich.console import Console
 
 from slipstream.fleet.errors import NoReplicasLeft
-from slipstream.orchestrator.errors import DiskFull, OrchestratorError, TrainingStopped
+from slipstream.orchestrator.errors import DiskFull, DiskLost, OrchestratorError, TrainingStopped
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.run_log import RunLog
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ESTALE])
+def test_a_disk_that_is_gone_is_named_and_nothing_else_is(number: int, tmp_path: Path) -> None:
+    journal, said = tmp_path / "journal", os.strerror(number)
+    lost = pytest.raises(DiskLost, match=f"^{journal} is out of reach or read-only: {said}$")
+    with lost, naming_a_full_disk(tmp_path), naming_a_full_disk(tmp_path):
+        raise OSError(number, said, str(journal))
+    with pytest.raises(OSError, match=said) as found, naming_a_full_disk(tmp_path):
+        raise OSError(number, said)  # of a socket, or of a terminal
+    assert type(found.value) is OSError
 
 
 def test_a_disk_without_room_for_another_file_is_not_said_to_have_space(
