@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from slipstream.conf.json_files import JsonObject, is_list, kind_of
+from slipstream.conf.json_files import JsonMapping, JsonObject, is_list, kind_of
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.prompts import (
     Encoder,
@@ -34,7 +34,7 @@ from slipstream.orchestrator.data.prompts import (
     rendered,
 )
 from slipstream.orchestrator.data.sources import Row, listed, other_names, renamed
-from slipstream.orchestrator.inputs.rows.answers import Answer, answer_of
+from slipstream.orchestrator.inputs.rows.answers import THOUGHT_FIELDS, Answer, answer_of
 from slipstream.orchestrator.inputs.rows.turn_ends import end_after
 from slipstream.rollout.errors import DataError, RowTooLong
 from slipstream.rollout.rewards.answer_text import answer_text
@@ -101,8 +101,8 @@ class ConversationReader(RowReader):
         """Check and tokenize one row.
 
         Raises:
-            DataError: the row is no conversation, teaches nothing, or is longer than data.max_sequence_tokens. Names
-                its place.
+            DataError: the row is no conversation, teaches nothing or an empty answer, or is longer than
+                data.max_sequence_tokens. Names its place.
         """
         where, columns = row.where, renamed(row, self.config.columns)
         found = self._tokenized(columns, where)
@@ -185,6 +185,11 @@ def chat_conversations(chat: Chat, where: str, encoder: Encoder, first_taught: i
     for number, message in enumerate(chat.messages):
         if message["role"] != "assistant" or number < first_taught:
             continue
+        if not says_something([message]):
+            raise DataError(
+                f"{where}: turn {number + 1}, of the assistant, is empty, and would teach the model to end at once; "
+                "fill it, or remove the row"
+            )
         answer = answer_of(chat, number, where, encoder)
         if found and answer.text[: answer.start].startswith(found[-1][-1][1].text):
             found[-1].append((number, answer))
@@ -231,9 +236,12 @@ def as_turns(value: str | Turns, role: str) -> Turns:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def says_something(turns: Turns) -> bool:
-    """Whether a turn has words, or calls a tool."""
-    return any(turn["content"] or turn.get("tool_calls") for turn in turns)
+def says_something(turns: Sequence[JsonMapping]) -> bool:
+    """Whether a turn has words or thoughts, or calls a tool."""
+    words = (turn.get(name) for turn in turns for name in ("content", *THOUGHT_FIELDS))
+    return any(bool(text.strip() if isinstance(text, str) else text) for text in words) or any(
+        turn.get("tool_calls") for turn in turns
+    )
 
 
 def _asked_and_answered(row: JsonObject, where: str, config: DataConfig) -> tuple[str | Turns, str | Turns, str]:

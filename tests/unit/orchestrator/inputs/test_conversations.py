@@ -143,6 +143,9 @@ def test_the_sample_predicts_each_taught_token(folder):
     assert sample.loss_mask.tolist() == [False] * 5 + [True, True]
 
 
+EMPTY = [{"role": "assistant", "content": content} for content in ("", " \n", [{"type": "text", "text": ""}])]
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
@@ -163,6 +166,9 @@ def test_the_sample_predicts_each_taught_token(folder):
         ({"messages": [{"role": "user"}]}, r"column 'messages': content of message 1 \(user\) must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only parts of type text"),
         ({"messages": [{"role": "user", "content": "hello"}]}, "nothing to learn"),
+        *(({"messages": [ASKED, SAID, ASKED, empty]}, "turn 4, of the assistant, is empty") for empty in EMPTY),
+        ({"messages": [ASKED, EMPTY[0], ASKED, SAID]}, "turn 2, .* would teach the model to end at once; fill it, or"),
+        ({"prompt": [ASKED], "completion": [SAID, ASKED, EMPTY[1]]}, "turn 4, of the assistant, is empty"),
         ({"prompt": "a", "response": "b\ud83d"}, "half of a surrogate pair"),
         ({"prompt": "a", "response": "b" * 98}, r"has 101 tokens, data\.max_sequence_tokens allows 100"),
     ],

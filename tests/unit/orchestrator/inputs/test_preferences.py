@@ -166,6 +166,7 @@ def test_the_trainer_gets_the_chosen_one_first(folder):
         ({"prompt": "", "chosen": "c", "rejected": "b"}, r"column 'prompt' \(data.prompt_key\) is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": _answer("")}, "column 'rejected' .* is empty"),
         ({"chosen": _turns("a", "b"), "rejected": _turns("a", "")}, "answer of column 'rejected' is empty"),
+        ({"chosen": _turns("a", "b", "c", ""), "rejected": _turns("a", "d")}, "turn 4, of the assistant, is empty"),
         ({"prompt": [*_turns("a"), *_turns("a")], "chosen": "b", "rejected": "c"}, "1 and 2 are both of 'user'"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": _answer("b")}, "'chosen' and 'rejected' have the same tokens"),
