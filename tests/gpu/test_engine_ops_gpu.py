@@ -187,10 +187,11 @@ def test_the_dense_activation_is_vllms_compiled_or_eager(operations: VllmOperati
     assert share_of_equal(silu_product(gate, up, False), compiled) < 0.9
 
 
+@pytest.mark.parametrize("weights", ["--width 128 --experts 16", "--weights adapter --width 256 --experts 64"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_every_log_ratio_is_zero(family: str, tmp_path: Path) -> None:
-    """An engine with CUDA graphs, adapters that learn, publishes in place, 1 to 16 requests at once."""
-    sizes = "--layers 2 --hidden 512 --width 128 --heads 8 --head-dim 128 --experts 16 --vocab 4096 --prompts 16"
+def test_every_log_ratio_is_zero(family: str, weights: str, tmp_path: Path) -> None:
+    """An engine with CUDA graphs, adapters that learn, publishes in place or into the next slot, 1 to 16 requests."""
+    sizes = f"--layers 2 --hidden 512 {weights} --heads 8 --head-dim 128 --vocab 4096 --prompts 16"
     command = (
         f"{sys.executable} bench/bitwise.py --family {family} {sizes} --steps 4 --tokens 40 --rank 8 --out {tmp_path}"
     )

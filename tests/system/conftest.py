@@ -235,11 +235,7 @@ class RunUnderWay:
 
     def wait_until(self, is_enough: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Look at the rows until they are."""
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        while not is_enough(self.rows):
-            assert self._process.poll() is None, "the run ended by itself"
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        self.wait_for(lambda: is_enough(self.rows), every_s=0.2)
 
     def wait_for_returns(self, times: int) -> None:
         """Wait until workers came back so many times, and for two steps more."""
@@ -247,13 +243,13 @@ class RunUnderWay:
         num_rows = len(self.rows)
         self.wait_until(lambda rows: len(rows) >= num_rows + 2)
 
-    def wait_for(self, is_there: Callable[[], bool]) -> None:
+    def wait_for(self, is_there: Callable[[], bool], every_s: float = 0.05) -> None:
         """Look again and again until it is."""
         deadline = time.monotonic() + RUN_TIMEOUT_S
         while not is_there():
             assert self._process.poll() is None, "the run ended by itself"
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            time.sleep(every_s)
 
     def tell_to_end(self) -> None:
         """SIGTERM to the process and to its group, as `timeout` and batch systems send it."""

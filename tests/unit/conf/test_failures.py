@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,11 +63,8 @@ def test_an_outcome_is_the_result_or_the_error() -> None:
 
 
 def test_a_daemon_thread_hands_over_its_result_and_even_what_ends_a_process() -> None:
-    def leave() -> None:
-        raise SystemExit(3)
-
     assert in_daemon_thread(threading.current_thread, name="rows").result().name == "rows"
     assert in_daemon_thread(threading.current_thread).result().daemon
     assert in_daemon_thread(divmod, 9, 4).result() == (2, 1)
     with pytest.raises(SystemExit):
-        in_daemon_thread(leave).result()
+        in_daemon_thread(Mock(side_effect=SystemExit(3))).result()

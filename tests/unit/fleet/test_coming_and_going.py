@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from fakes.fleet import FakeFleet
@@ -131,13 +132,10 @@ async def test_a_worker_that_waits_is_stranded_as_soon_as_its_last_peer_leaves()
     fleet, hand_over = Fleet(2), asyncio.Event()
     await fleet.publish(0)
 
-    async def broken() -> None:
-        raise ConnectionError("no link")
-
     async def takes_time() -> None:
         await hand_over.wait()
 
-    fleet.worker(1).before.update(offer=broken, hand_over=takes_time)
+    fleet.worker(1).before.update(offer=AsyncMock(side_effect=ConnectionError("no link")), hand_over=takes_time)
     await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
     await fleet.until(S.pending, S.serving)
     stranded = asyncio.create_task(fleet.supervisor.roster.stranded())
@@ -206,10 +204,7 @@ async def test_a_worker_that_cannot_hand_over_costs_its_responses_and_nothing_el
     calls = [asyncio.create_task(fleet.router.generate_group(PROMPT, 1)) for _ in range(2)]
     await asyncio.sleep(0)
 
-    async def died() -> None:
-        raise ConnectionError("gone already")
-
-    fleet.worker(1).before["hand_over"] = died
+    fleet.worker(1).before["hand_over"] = AsyncMock(side_effect=ConnectionError("gone already"))
     await fleet.supervisor.scaling.drain("rollout-1")
     await fleet.until(S.serving, S.gone)
     gate.set()

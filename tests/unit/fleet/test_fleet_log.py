@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fakes.workers import FakeWorker
@@ -81,11 +82,8 @@ async def test_a_worker_that_hangs_has_one_open_question_and_one_that_fails_has_
         num_questions += 1
         await asyncio.Event().wait()
 
-    async def die() -> None:
-        raise ConnectionError("it died")
-
     worker_of(replicas[1]).before["progress"] = hang
-    worker_of(replicas[2]).before["progress"] = die
+    worker_of(replicas[2]).before["progress"] = AsyncMock(side_effect=ConnectionError("it died"))
     path = tmp_path / "fleet.jsonl"
     await counted(replicas, path, lambda rows: len(rows) >= 5)
     assert num_questions == 1

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from fakes.fleet import FakeFleet, until
@@ -253,10 +254,7 @@ async def test_room_that_another_run_took_is_looked_for_again(caplog: pytest.Log
     await machines.publish()
     real = machines.make_room
 
-    async def taken(where: Mapping[str, str | None]) -> None:
-        raise FleetRefusal("another run took it")
-
-    machines.supervisor.scaling._make_room = taken
+    machines.supervisor.scaling._make_room = AsyncMock(side_effect=FleetRefusal("another run took it"))
     following = machines.follow()
     await asyncio.sleep(0.02)
     assert machines.states == [S.serving]

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes.clock import on_jumping_clock
@@ -145,12 +146,9 @@ async def test_a_last_attempt_raises_nothing_and_has_an_end(caplog: pytest.LogCa
 
 
 def test_a_calls_result_and_its_error_reach_who_waits() -> None:
-    def fails() -> None:
-        raise KeyError("this one")
-
     async def both() -> str:
         with pytest.raises(KeyError, match="this one"):
-            await in_abandoned_thread(fails)
+            await in_abandoned_thread(Mock(side_effect=KeyError("this one")))
         return await in_abandoned_thread(lambda: threading.current_thread().name)
 
     assert asyncio.run(both()) != threading.current_thread().name

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,10 +30,7 @@ class StartedAtAll(Exception):
 def test_rows_that_have_changed_end_a_resume_before_processes_start(
     experiment: str, train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(*_: object) -> None:
-        raise StartedAtAll
-
-    monkeypatch.setattr(placement, "Cluster", start)
+    monkeypatch.setattr(placement, "Cluster", Mock(side_effect=StartedAtAll))
     rows, folder = tmp_path / "rows.jsonl", RunFolder(tmp_path / "run")
     rows.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     words = [f"experiment={experiment}", "data=files", f"data.path={rows}", "data.eval_path=null", "run.resume=run"]

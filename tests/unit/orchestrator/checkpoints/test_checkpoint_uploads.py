@@ -198,10 +198,7 @@ def test_a_store_that_says_nothing_is_named(remote: ObjectStore, monkeypatch: py
 def test_a_checkpoint_that_is_there_is_said_to_be_there_although_older_ones_cannot_be_removed(
     checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(store: ObjectStore, *, keep: int, spared: object) -> None:
-        raise ObjectStoreError("nothing may be removed")
-
-    monkeypatch.setattr(ObjectStore, "prune", fails)
+    monkeypatch.setattr(ObjectStore, "prune", Mock(side_effect=ObjectStoreError("nothing may be removed")))
     checkpoints.begin_sending()
     write(checkpoints, 1)
     checkpoints.finish_sending()

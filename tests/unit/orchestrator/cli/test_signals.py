@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes.command import READY, REPOSITORY, fake_run
@@ -116,14 +117,11 @@ def test_nohup_survives_a_hangup(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_terminal_that_has_gone_leaves_the_exit_code(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(*_: object) -> None:
-        raise error
-
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
-    fake_run(monkeypatch, end)
+    fake_run(monkeypatch, Mock(side_effect=error))
     monkeypatch.setattr(sys, "stderr", Gone())
     assert main(READY) == code
 

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fakes.workers import FakeWorker
@@ -295,10 +296,7 @@ def test_the_command_says_what_is_wrong(words: list[str], said: str, capsys: pyt
 
 
 def test_a_disk_without_locks_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.fcntl", no_locks)
+    monkeypatch.setattr("fcntl.fcntl", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     with (
         pytest.raises(ConfigError, match=r"alive cannot be locked .*put run\.dir on a file system with locks"),
         alive(run),

@@ -4,6 +4,7 @@ import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from fakes.loop import Loop, make_config
@@ -57,11 +58,8 @@ async def test_a_step_that_fails_leaves_no_scoring_behind(tmp_path: Path) -> Non
     async def hangs(*_: object) -> None:
         await asyncio.Event().wait()
 
-    async def fails() -> None:
-        raise ConnectionError("the trainer is gone")
-
     loop = a_run(tmp_path, num_steps=2)
-    loop.trainer.before["optimizer_step"] = fails
+    loop.trainer.before["optimizer_step"] = AsyncMock(side_effect=ConnectionError("the trainer is gone"))
     for worker in loop.workers:
         worker.score = hangs  # type: ignore[method-assign]
     with pytest.raises(ConnectionError):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -333,10 +334,7 @@ def test_mistakes_come_with_a_cure_and_no_traceback(
 def test_an_engine_that_cannot_be_recorded_is_said_plainly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise EngineError("no vLLM is installed")
-
-    monkeypatch.setattr(plan_command, "offline_layouts", refuse)
+    monkeypatch.setattr(plan_command, "offline_layouts", Mock(side_effect=EngineError("no vLLM is installed")))
     assert main(["plan", *QUICK]) == 2
     assert capsys.readouterr().err == "error: no vLLM is installed\n"
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fakes.chat_templates import FakeChatText
@@ -276,10 +277,7 @@ async def test_engines_that_fail_are_noted_and_the_tokens_given_back() -> None:
 async def test_a_request_that_was_cancelled_underneath_is_over_and_no_cancellation_of_the_agents() -> None:
     table = Table()
 
-    async def cancelled(*_: object) -> Sampled:
-        raise asyncio.CancelledError
-
-    table.episode._generate = cancelled
+    table.episode._generate = AsyncMock(side_effect=asyncio.CancelledError)
     with pytest.raises(EpisodeOver):
         await table.episode.complete("x")
     assert table.episode.turns == []

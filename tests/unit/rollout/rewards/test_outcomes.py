@@ -5,6 +5,7 @@ import hashlib
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -155,12 +156,9 @@ async def test_a_coroutine_that_takes_too_long_is_late_and_one_that_times_out_it
         await asyncio.sleep(60)
         return 1.0
 
-    async def gives_up(*_: Any) -> float:
-        raise TimeoutError("of its own")
-
     late, own = [
         read_answer(await _judge_soon(Reward(one, True, False, ""), 0.05, "p", ["a"], {}), 1)
-        for one in (hangs, gives_up)
+        for one in (hangs, AsyncMock(side_effect=TimeoutError("of its own")))
     ]
     assert late is not None and late.outcomes == [
         Outcome(TIMEOUT, report="the reward gave no score within reward.timeout_s=0.05 seconds")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -49,10 +50,7 @@ async def test_a_plain_function_answers_one_question_after_the_other() -> None:
 
 
 async def test_a_function_that_cannot_be_set_up_says_why() -> None:
-    def set_up(_: Any) -> Any:
-        raise ConfigError("x" * (MAX_REASON + 1))
-
-    async with serving(set_up) as channel:
+    async with serving(Mock(side_effect=ConfigError("x" * (MAX_REASON + 1)))) as channel:
         assert await channel.receive() == [0, "refused", "x" * MAX_REASON]
 
 

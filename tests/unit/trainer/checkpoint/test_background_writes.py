@@ -1,6 +1,7 @@
 """Files are written one after the other by a thread, and what keeps one from being written is said once."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,11 +22,8 @@ def test_they_are_written_in_order_beside_the_caller() -> None:
 
 
 def test_an_error_is_raised_once_and_the_others_are_written() -> None:
-    def full() -> None:
-        raise OSError(28, "No space left on device")
-
     writes, written = BackgroundWrites(), threading.Event()
-    writes.begin(full)
+    writes.begin(Mock(side_effect=OSError(28, "No space left on device")))
     writes.begin(written.set)
     with pytest.raises(OSError, match="No space left"):
         writes.finish()

@@ -25,25 +25,35 @@ def oracle(hidden, weight, targets, temperature, softcap=None):
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 1000])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "has_entropy"), [(1, False), (7, False), (23, False), (1000, False), (7, True)]
+)
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (0.7, 3.0)])
-def test_values_and_gradients_equal_full_softmax(chunk_tokens, temperature, softcap, is_frozen):
+def test_values_and_gradients_equal_full_softmax(chunk_tokens, has_entropy, temperature, softcap, is_frozen):
+    """Gradients of the log-probabilities, and those through the entropy where it is differentiated."""
     hidden, weight, targets = make_inputs()
-    coefficients = torch.linspace(-1, 1, T)
+    up, across = torch.linspace(-1, 1, T), torch.linspace(0.5, -2, T) * has_entropy
     mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not is_frozen)]
     logprobs, entropy = token_logprobs(
-        mine[0], mine[1], targets, temperature=temperature, chunk_tokens=chunk_tokens, softcap=softcap
+        mine[0],
+        mine[1],
+        targets,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        differentiate_entropy=has_entropy,
+        softcap=softcap,
     )
-    (logprobs * coefficients).sum().backward()
+    (logprobs @ up + entropy @ across).backward()
 
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     exact_logprobs, exact_entropy = oracle(exact[0], exact[1], targets, temperature, softcap)
-    (exact_logprobs * coefficients).sum().backward()
+    (exact_logprobs @ up.double() + exact_entropy @ across.double()).backward()
 
     torch.testing.assert_close(logprobs.double(), exact_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), exact_entropy, rtol=1e-5, atol=1e-5)
     for got, want in zip(mine[: 1 if is_frozen else 2], exact, strict=False):
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-5)
+    assert not is_frozen or mine[1].grad is None
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -54,24 +64,6 @@ def test_a_frozen_head_is_multiplied_with_twice(is_frozen):
         logprobs, _ = token_logprobs(hidden, weight, targets, temperature=1.0, chunk_tokens=T)
         logprobs.sum().backward()
     assert seen.num_products == (2 if is_frozen else 4)
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (0.7, 3.0)])
-def test_gradients_through_the_entropy_equal_full_softmax(temperature, softcap, is_frozen):
-    hidden, weight, targets = make_inputs()
-    up, across = torch.linspace(-1, 1, T), torch.linspace(0.5, -2, T)
-    mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not is_frozen)]
-    logprobs, entropy = token_logprobs(
-        mine[0], mine[1], targets, temperature=temperature, chunk_tokens=7, differentiate_entropy=True, softcap=softcap
-    )
-    (logprobs @ up + entropy @ across).backward()
-    exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    exact_logprobs, exact_entropy = oracle(exact[0], exact[1], targets, temperature, softcap)
-    (exact_logprobs @ up.double() + exact_entropy @ across.double()).backward()
-    for got, want in list(zip(mine, exact, strict=True))[: 1 if is_frozen else 2]:
-        torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-5)
-    assert not is_frozen or mine[1].grad is None
 
 
 def test_bfloat16_gradient_is_within_rounding_of_the_exact_one():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -315,11 +316,8 @@ def test_a_lane_that_fails_wakes_packing_which_waits_for_a_slot(monkeypatch: pyt
         takes.append(1)
         return take(self, seconds)
 
-    def breaks(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
     monkeypatch.setattr(FreeSlots, "take", noted)
-    world.transport.write = breaks
+    world.transport.write = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered"))
 
     def run() -> None:
         result = world.run(1)

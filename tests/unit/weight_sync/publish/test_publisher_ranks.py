@@ -6,6 +6,7 @@ The ranks are threads, their group a room in which all must make the same calls 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes.meeting import ThreadMeeting
@@ -105,12 +106,9 @@ def test_a_source_that_fails_on_any_rank_is_every_replicas_error(make, broken: i
 def test_a_rank_that_cannot_connect_is_an_error_on_every_rank(make, monkeypatch, broken: int, verb: str) -> None:
     world = make()
 
-    def breaks(*_: object) -> None:
-        raise PlanError("no room")
-
     owner = world.sources[broken] if verb == "layout" else world.publishers[broken]._pipeline
     with monkeypatch.context() as patch:
-        patch.setattr(owner, verb, breaks)
+        patch.setattr(owner, verb, Mock(side_effect=PlanError("no room")))
         layouts = world.publishers[0]._rank0.met
         world.raises(PlanError, f"trainer rank {broken}: no room", lambda publisher: (
             publisher.plan_for(layouts), publisher.connect(world.addresses)
@@ -136,11 +134,8 @@ def test_a_rank_that_cannot_release_its_memory_says_so_on_every_rank(make, monke
 
 
 def test_an_error_of_options_stays_one_on_its_way_to_other_ranks() -> None:
-    def refuses() -> None:
-        raise ConfigError("model.a=1: give b")
-
     with pytest.raises(ConfigError, match=r"^model\.a=1: give b$"):
-        Meeting(0, 1, None).on_rank0(None, refuses)
+        Meeting(0, 1, None).on_rank0(None, Mock(side_effect=ConfigError("model.a=1: give b")))
 
 
 def test_a_link_of_any_rank_must_be_the_replicas(make) -> None:

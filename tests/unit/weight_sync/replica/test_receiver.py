@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -193,10 +194,7 @@ def test_after_a_failed_epoch_the_old_session_is_gone(rank: Rank) -> None:
 
 
 def test_a_commit_hook_that_raises_leaves_the_rank_dirty() -> None:
-    def broken() -> None:
-        raise RuntimeError("recompute broke")
-
-    rank = Rank(recompute=broken)
+    rank = Rank(recompute=Mock(side_effect=RuntimeError("recompute broke")))
     with pytest.raises(RuntimeError, match="recompute broke"):
         rank.publish(4)
     assert rank.receiver.state.phase is Phase.dirty

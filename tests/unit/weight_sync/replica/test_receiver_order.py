@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,10 +93,7 @@ def test_a_rank_is_dirty_before_the_device_is_waited_for() -> None:
     rank = QueuedRank()
     rank.publish(4)
 
-    def lost() -> None:
-        raise RuntimeError("the device is lost")
-
-    rank.queue.then("the step before", lost)
+    rank.queue.then("the step before", Mock(side_effect=RuntimeError("the device is lost")))
     with pytest.raises(RuntimeError, match="the device is lost"):
         rank.receiver.begin(5, 2, DIGEST)
     assert rank.receiver.state.phase is Phase.dirty and rank.receiver.state.epoch == 2
