@@ -14,6 +14,7 @@ from pathlib import Path
 from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.journal import Journal
+from slipstream.orchestrator.checkpoints.manifest import flush
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.run_state import note_start
 from slipstream.orchestrator.figures.held_out import eval_names, in_words
@@ -129,6 +130,7 @@ async def export_policy(trainer: StepTrainer, config: RunConfig, folder: RunFold
         await trainer.export(partial)
         if config.trainer.mode is TrainMode.full:
             complete_export(folder.model, partial)
+        await asyncio.to_thread(flush, partial)
         check_own(folder)
         shutil.rmtree(export, ignore_errors=True)  # of an earlier part of the run
         partial.replace(export)

@@ -29,7 +29,12 @@ def write_manifest(folder: Path) -> None:
     paths = _files(folder)
     files = {str(path.relative_to(folder)): facts for path, facts in zip(paths, _all_facts(paths), strict=True)}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=2))
-    for path in [*_files(folder), *[p for p in folder.rglob("*") if p.is_dir()], folder]:
+    flush(folder)
+
+
+def flush(folder: Path) -> None:
+    """Make a folder and all that is in it durable."""
+    for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 

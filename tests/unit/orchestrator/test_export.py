@@ -44,6 +44,20 @@ async def test_an_export_takes_the_place_of_the_one_before(tmp_path: Path) -> No
     assert files_of(folder) == {"adapter/adapter_model.safetensors": "22"}
 
 
+async def test_an_export_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine that goes down just then, a resume must not find an empty file and nothing left to do."""
+    folder, flushed, fsync = RunFolder(tmp_path), set[str](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        if not folder.adapter.exists():
+            flushed.add(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    await export_policy(FakeTrainer(World(22), 1), CONFIG, folder)
+    assert flushed == {".adapter.partial", ".adapter.partial/adapter_model.safetensors"}
+
+
 async def test_an_export_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     folder = with_an_export(tmp_path)
     with pytest.raises(OSError, match="No space left"):
