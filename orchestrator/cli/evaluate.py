@@ -23,6 +23,7 @@ from slipstream.conf.schema import Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, hold, named_checkpoints, step_of
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.figures.held_out import choosing_metrics, eval_names
+from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.inputs.model_files import download_first
@@ -88,7 +89,9 @@ def eval_config(
             )
         model = replace(config.model, path=str(folder.merged), init=Init.checkpoint, hf_config={})
         return _evaluated(replace(config, model=model), None, folder.run_id, str(folder.merged))
-    if adapter is not None:
+    if adapter is None:
+        check_weights(folder.environment, config)
+    else:
         config = replace(
             load_resolved_yaml(saved, [*overrides, *_shape_of(adapter)], subject=f"{folder.config}: "), run=config.run
         )

@@ -23,6 +23,7 @@ from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.outputs import check_can_write
 from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
@@ -53,6 +54,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     if target.exists():
         raise ConfigError(f"{target} is there already; give another folder with --output, or remove it")
     check_can_write(target, f"{target}", is_folder=True)
+    check_weights(folder.environment, config)
     is_full = config.trainer.mode is TrainMode.full
     trained = checkpoint_of(folder, checkpoint) / "trainer" if is_full else adapter_of(folder, checkpoint)
     hf_config = read_hf_config(folder.model, "RUN/model")

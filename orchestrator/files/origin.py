@@ -1,6 +1,6 @@
-"""Which weights a run began from: a resume on others would put what was learned on a base that it was not learned on.
+"""Which weights a run began from: others would be a base that what was learned was not learned on.
 
-    weights_of --> environment.json "weights" --of a resumed run--> check_weights
+    weights_of --> environment.json "weights" --of a run to resume, evaluate or merge--> check_weights
 
 Owns: what is compared, and the refusal. Does not own environment.json (run_folder.py), nor whether the files can be
 read at all (inputs/model_files.py). Files are compared by their sizes and a sample of their bytes, so that a model of
@@ -30,11 +30,12 @@ def weights_of(config: RunConfig) -> JsonObject:
     return {option: _digest(Path(path)) for option, path in named.items() if path is not None}
 
 
-def check_weights(environment: Path, config: RunConfig) -> None:
-    """Refuse to resume a run whose base, or reference, has been overwritten since it began.
+def check_weights(environment: Path, config: RunConfig, *, is_resumed: bool = False) -> None:
+    """Refuse a run whose base, or reference, has been overwritten since it began.
 
     Args:
         environment: The run's environment.json.
+        is_resumed: Whether the run is to go on; else its reference is not read.
 
     Raises:
         ConfigError: Names the option.
@@ -44,7 +45,8 @@ def check_weights(environment: Path, config: RunConfig) -> None:
     except (OSError, ValueError, KeyError, TypeError):  # of a release that did not write it down
         return
     for option, now in weights_of(config).items():
-        if now and before.get(option, now) not in ("", now):
+        is_read = is_resumed or option == "model.path"
+        if is_read and now and before.get(option, now) not in ("", now):
             raise ConfigError(
                 f"{option}={_path_of(config, option)} has other weights than when the run began, and what it has "
                 "learned belongs to those: put them back, or start a new run"
@@ -56,9 +58,9 @@ def _path_of(config: RunConfig, option: str) -> str | None:
 
 
 def _digest(folder: Path) -> str:
-    found = hashlib.sha256()
+    found, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     try:
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in paths:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 found.update(size.to_bytes(8, "big"))
@@ -67,4 +69,4 @@ def _digest(folder: Path) -> str:
                     found.update(file.read(_BLOCK_BYTES))
     except OSError:
         return ""
-    return found.hexdigest()
+    return found.hexdigest() if paths else ""

@@ -249,7 +249,7 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
     if root is not None and "://" not in str(run.resume) and not root.is_dir():
         raise ConfigError(f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest")
     if root is not None and (found := resumable(config)) is not None:
-        check_weights(RunFolder(root.resolve()).environment, config)
+        check_weights(RunFolder(root.resolve()).environment, config, is_resumed=True)
         step = found.step
         if step >= run.num_steps and has_nothing_left(RunFolder(root), run.num_steps):
             raise ConfigError(

@@ -7,9 +7,19 @@ import numpy as np
 import pytest
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import AlgorithmConfig, Init, LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
+from slipstream.conf.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    Init,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    RunSection,
+    TrainerConfig,
+)
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
+from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, write_description
 from slipstream.orchestrator.inputs.preflight import check_run_folder
@@ -34,6 +44,7 @@ def config(tmp_path: Path) -> RunConfig:
         model=ModelConfig(path=str(base), init=Init.checkpoint),
         trainer=TrainerConfig(lora=LoraConfig(init_from=str(adapter))),
         algorithm=AlgorithmConfig(kl_coef=0.1),
+        data=DataConfig(path="pkg://letters_train.jsonl", eval_path="pkg://letters_heldout.jsonl"),
         run=RunSection(dir=str(tmp_path), resume=str(folder.root), num_steps=9),
     )
     write_description(folder, config, [])
@@ -68,6 +79,17 @@ def test_what_no_resume_reads_may_change_and_what_is_not_known_is_not_compared(
 ) -> None:
     environment = tmp_path / "run" / "environment.json"
     _write(tmp_path / "adapter", "adapter_model.safetensors", 3)
-    check_weights(environment, replace(config, algorithm=AlgorithmConfig()))
-    environment.write_text("{}")
+    check_weights(environment, replace(config, algorithm=AlgorithmConfig()), is_resumed=True)
+    (tmp_path / "base" / "model.safetensors").unlink()
     check_weights(environment, config)
+    environment.write_text("{}")
+    check_weights(environment, config, is_resumed=True)
+
+
+@pytest.mark.parametrize("command", ["merge", "eval"])
+def test_what_was_learned_is_neither_merged_into_another_base_nor_evaluated_on_it(
+    config: RunConfig, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(tmp_path / "base", "model.safetensors", 3)
+    assert main([command, str(tmp_path / "run")]) == 2
+    assert "base has other weights than when the run began" in capsys.readouterr().err
