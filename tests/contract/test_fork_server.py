@@ -2,6 +2,7 @@
 workers in their own environment.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -72,9 +73,15 @@ def test_engines_and_ranks_are_forked_from_the_worker_and_all_end_with_it(tmp_pa
 
 
 SERVER = """
-import sys
-from slipstream.rollout.in_vllm import fork_server
+import os, sys
+from slipstream.rollout.in_vllm import fork_server, process_imports
 
+def asked():
+    with open(sys.argv[2], "a") as file:
+        print(os.getpid(), file=file)
+    return True
+
+process_imports.num_gpus, process_imports.can_use_gpu = (lambda: 1), asked
 fork_server.import_vllm = lambda: None
 fork_server.serve(int(sys.argv[1]), [])
 """
@@ -83,21 +90,26 @@ fork_server.serve(int(sys.argv[1]), [])
 def test_a_forked_process_has_the_environment_in_which_it_was_asked_for_and_its_end_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server imports nothing here."""
+    """The server imports nothing here. And whether a GPU can be used is asked of another process than the one that is
+    to fork an engine: whoever has counted GPUs cannot.
+    """
     monkeypatch.setenv("SET_BEFORE", "1")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "server"))
     listener.listen()
     environ = {**os.environ, "PYTHONPATH": import_path(), OWNER_VARIABLE: str(os.getpid())}
-    command = [sys.executable, "-c", SERVER, str(listener.fileno())]
+    command = [sys.executable, "-c", SERVER, str(listener.fileno()), str(tmp_path / "asked")]
     monkeypatch.setattr(fork_server, "_server", fork_server._Server())
     fork_server.join(str(tmp_path / "server"))
-    with subprocess.Popen(command, env=environ, pass_fds=(listener.fileno(),)) as server:
+    with subprocess.Popen(command, env=environ, pass_fds=(listener.fileno(),)) as server, contextlib.ExitStack() as end:
+        end.callback(server.kill)
         listener.close()
         monkeypatch.setenv("PYTHONPATH", import_path())
         first, written = ask()
         assert written["SET_BEFORE"] == "1"
         assert first.wait(TIMEOUT_S) == 0
+        counted = (tmp_path / "asked").read_text().split()
+        assert len(counted) == 1 and counted != [str(first.pid)]
         monkeypatch.delenv("SET_BEFORE")
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -110,7 +122,6 @@ def test_a_forked_process_has_the_environment_in_which_it_was_asked_for_and_its_
         monkeypatch.setenv("TORCH_OTHER", "1")
         with pytest.raises(CannotFork, match="changed since its imports: TORCH_OTHER"):
             ask()
-        server.kill()
     with pytest.raises(CannotFork, match="the fork server is gone"):
         ask()
 
