@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 PLAIN_EVERY_S = 5.0
 _FORMAT = "%(asctime)s %(levelname).1s [step %(step)d v%(policy_version)d] %(name)s: %(message)s"
+_LEVELS = {"": logging.INFO, "slipstream": logging.DEBUG, "httpx": logging.WARNING}
+"""Of loggers while a run lasts. At INFO, httpx has a line for every request."""
 
 
 class RunContext(logging.Filter):
@@ -44,7 +46,7 @@ class RunContext(logging.Filter):
 
 
 class RunLog:
-    """Handlers of one run: the console and run.log. Use as a context manager; the root logger is left as it was.
+    """Handlers of one run: the console and run.log. Use as a context manager; loggers are left as they were.
 
     Args:
         path: run.log; appended to, so that a resumed run has one log.
@@ -68,20 +70,20 @@ class RunLog:
         self._handlers: list[logging.Handler] = [file_handler, console_handler]
         for handler in self._handlers:
             handler.addFilter(self.context)
-        self._old_level = logging.getLogger().level
+        self._old_levels = {name: logging.getLogger(name).level for name in _LEVELS}
 
     def __enter__(self) -> RunLog:
         root = logging.getLogger()
-        root.setLevel(logging.INFO)
-        logging.getLogger("slipstream").setLevel(logging.DEBUG)
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO a line for every request
+        for name, level in _LEVELS.items():
+            logging.getLogger(name).setLevel(level)
         for handler in self._handlers:
             root.addHandler(handler)
         return self
 
     def __exit__(self, *_: object) -> None:
         root = logging.getLogger()
-        root.setLevel(self._old_level)
+        for name, level in self._old_levels.items():
+            logging.getLogger(name).setLevel(level)
         for handler in self._handlers:
             root.removeHandler(handler)
             handler.close()

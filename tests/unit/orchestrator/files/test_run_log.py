@@ -1,5 +1,6 @@
 """Locks: what the log and the progress line of a run say."""
 
+import logging
 import re
 from io import StringIO
 from pathlib import Path
@@ -18,12 +19,12 @@ def test_progress_line_fits_the_terminal() -> None:
     assert "0.50s" not in shown.getvalue()
 
 
-def test_run_log_carries_the_clock_and_leaves_the_root_logger_as_it_was(tmp_path: Path) -> None:
-    import logging
-
-    before = list(logging.getLogger().handlers)
+def test_run_log_carries_the_clock_and_leaves_the_loggers_as_they_were(tmp_path: Path) -> None:
+    loggers = [logging.getLogger(name) for name in ("", "slipstream", "httpx")]
+    before = [(one.level, list(one.handlers)) for one in loggers]
     with RunLog(tmp_path / "run.log", Console(file=StringIO())) as log:
         log.context.set(7, 6)
         logging.getLogger("orchestrator.test").info("hello")
+        assert [one.level for one in loggers] == [logging.INFO, logging.DEBUG, logging.WARNING]
     assert "[step 7 v6] orchestrator.test: hello" in (tmp_path / "run.log").read_text()
-    assert logging.getLogger().handlers == before
+    assert [(one.level, one.handlers) for one in loggers] == before
