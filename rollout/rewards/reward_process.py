@@ -81,7 +81,8 @@ def _outcome(value: object) -> Outcome:
             value, answer = number, given
     if (number := plain_number(value)) is not None:
         return Outcome(SCORE, number, answer=answer)
-    report = f"a reward must be a finite number, got {type(value).__name__}: {reprlib.repr(value)}"
+    also = ", or a pair of one and the answer as text" if isinstance(value, tuple) else ""
+    report = f"a reward must be a finite number{also}, got {type(value).__name__}: {reprlib.repr(value)}"
     return Outcome(NOT_A_NUMBER, report=report, place=f"got {type(value).__name__}")
 
 

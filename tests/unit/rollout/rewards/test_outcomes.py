@@ -119,6 +119,11 @@ def test_values_of_a_function_become_outcomes() -> None:
     assert values(answered(echoes, "voted")) == [(SCORE, 0.5, "b")]
     assert values(answered(echoes, "none")) == [(SCORE, 2.0, None)]
     assert values(answered(echoes, "pair")) == values(answered(echoes, "text")) == [(NOT_A_NUMBER, None, None)]
+    (pair,) = answered(echoes, "pair").outcomes  # pyright: ignore[reportOptionalMemberAccess]
+    assert (
+        pair.report
+        == "a reward must be a finite number, or a pair of one and the answer as text, got tuple: (1.0, 2.0)"
+    )
     assert answered(echoes, "voted").counts == {"requests": 5}  # pyright: ignore[reportOptionalMemberAccess]
     missing = answered(echoes, "else")
     assert missing is not None and missing.outcomes[0].kind == RAISED
