@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from aiohttp import web
 
@@ -45,13 +45,16 @@ class Endpoint:
         episodes: Key -> episode, of all that go on.
         fixed: The run's values of what a request cannot choose (request_fields.FIXED).
         tell: Called with what the user should read in the run's log.
+        stop: Texts at which the run ends every response.
     """
 
     def __init__(
-        self, episodes: Mapping[str, Episode], fixed: Mapping[str, float], tell: Callable[[str], None] = logger.warning
-    ) -> None:
+        self, episodes: Mapping[str, Episode], fixed: Mapping[str, float], tell: Callable[[str], None] = logger.warning,
+        stop: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self._episodes = episodes
         self._fixed = fixed
+        self._stop = stop
         self._tell = tell
         self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
@@ -96,7 +99,7 @@ class Endpoint:
             return _wrong_key()
         try:
             body = await _body_of(request)
-            check_fields(body, is_chat=is_chat)
+            check_fields(body, is_chat=is_chat, stop=self._stop)
             self._tell_what_is_fixed(body)
             _check_values(body, is_chat=is_chat)
             answers = await self._sample(episode, body, is_chat=is_chat)

@@ -201,6 +201,7 @@ class EpisodeRunner:
             stop_token_ids=[*end_token_ids(self._folder), *rollout.sampling.stop_token_ids],
             tool_parser=episodes.tool_parser,
             fixed={"temperature": rollout.sampling.temperature, "top_p": 1.0},
+            stop=list(rollout.sampling.stop),
             address=episodes.host_and_port,
             limits=asdict(limits),
             timeout_s=episodes.timeout_s,

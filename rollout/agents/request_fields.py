@@ -10,7 +10,7 @@ Most of what is refused would change the distribution that tokens are drawn from
 log-probabilities would be of another one. Owns the table. Does not own what honoured fields may say (endpoint.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from slipstream.conf.json_files import JsonMapping
 
@@ -55,7 +55,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _NEUTRAL_OF_CHAT: dict[str, tuple[object, ...]] = {"add_special_tokens": (False,)}
 _NEUTRAL_OF_TEXT: dict[str, tuple[object, ...]] = {"add_special_tokens": (True,)}
 _WHY: dict[str, str] = {
-    "stop": _OF_THE_RUN.format("stop"),
+    "stop": _OF_THE_RUN.format("stop") + ", and a request may have the same texts",
     "stop_token_ids": _OF_THE_RUN.format("stop_token_ids"),
     "ignore_eos": _OF_THE_RUN.format("stop_at_eos"),
     "seed": _OF_THE_RUN.format("seed") + ", and gives each request numbers of its own",
@@ -86,8 +86,11 @@ class FieldRefused(Exception):
         self.name = name
 
 
-def check_fields(body: JsonMapping, *, is_chat: bool) -> None:
+def check_fields(body: JsonMapping, *, is_chat: bool, stop: Collection[str] = ()) -> None:
     """Refuse a request with a field that the endpoint would ignore.
+
+    Args:
+        stop: Texts at which the run ends every response (rollout.sampling.stop).
 
     Raises:
         FieldRefused: With the first such field.
@@ -96,6 +99,9 @@ def check_fields(body: JsonMapping, *, is_chat: bool) -> None:
     neutral = _NEUTRAL | (_NEUTRAL_OF_CHAT if is_chat else _NEUTRAL_OF_TEXT)
     for name, value in body.items():
         if name in known or value is None or value in neutral.get(name, ()):
+            continue
+        texts = [value] if isinstance(value, str) else value
+        if name == "stop" and isinstance(texts, list) and {*map(str, texts)} == {*stop}:
             continue
         if name.startswith("guided_"):
             why = _NO_CONSTRAINTS

@@ -48,7 +48,7 @@ class Service:
         self._limits = Limits(**options.limits)
         self._chat = FolderChatText(Path(options.folder), options.stop_token_ids, options.tool_parser)
         self._episodes: dict[str, Episode] = {}
-        self._endpoint = Endpoint(self._episodes, options.fixed, self._tell)
+        self._endpoint = Endpoint(self._episodes, options.fixed, self._tell, options.stop)
         log_path = None if options.log_path is None else Path(options.log_path)
         self._pool = agent_pool(options.agent, options.num_processes, options.blocked_s, options.environment, log_path)
         self._base_url = ""

@@ -12,6 +12,8 @@ class ServiceOptions:
     tool_parser: str | None
     fixed: dict[str, float]
     """The run's values of request_fields.FIXED."""
+    stop: list[str]
+    """rollout.sampling.stop."""
     address: tuple[str, int]
     """Where the endpoint listens."""
     limits: dict[str, int]

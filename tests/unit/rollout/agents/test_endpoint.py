@@ -244,6 +244,15 @@ CHANGES_THE_ANSWER = {
 }  # fmt: skip
 
 
+async def test_texts_that_end_every_response_of_the_run_may_be_asked_for(world: World) -> None:
+    """Some agents always send theirs; the run is given the same ones."""
+    world.endpoint = Endpoint({"sesame": world.episode}, {"temperature": 1.0, "top_p": 1.0}, stop=("a", "b"))  # type: ignore[dict-item]
+    for stop, status in ((["b", "a"], 200), (["a"], 400), ("a", 400), (["a", "b", "c"], 400), (3, 400), ([["a"]], 400)):
+        assert (await world.post({"messages": ASKED, "stop": stop}))[0] == status
+    assert len(world.episode.asked) == 1
+    check_fields({"stop": "a"}, is_chat=True, stop=["a"])
+
+
 def test_a_field_that_would_be_ignored_is_refused_by_its_name() -> None:
     for is_chat in (True, False):
         check_fields(ASKS_FOR_NOTHING, is_chat=is_chat)
