@@ -87,12 +87,6 @@ def test_tools_of_a_row_are_written_as_transformers_writes_them(
         assert list(ids) == tokenizer.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("name", ["deepseekv3", "deepseek_r1_distill"])
-def test_tools_that_a_template_does_not_write_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: tools: the model's chat template writes none"):
-        read(saved(tmp_path, name), {"prompt": [USER], "tools": TOOLS}, DataConfig())
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -240,13 +234,6 @@ def test_thinking_of_every_answer_is_taught(tmp_path: Path, name: str) -> None:
     messages[3]["reasoning_content"] = "so"
     first, second = (pieces for _, pieces, _ in taught(saved(tmp_path, name), messages))
     assert "hm" in first[0] and "4" in first[0] and "so" in second[0] and "6" in second[0]
-
-
-@pytest.mark.parametrize("name", ["deepseekv3", "llama3_1", "qwen3_instruct_2507"])
-def test_thinking_in_a_field_that_the_template_does_not_write_is_refused(tmp_path: Path, name: str) -> None:
-    messages = [*turns("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm"}]
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: turn 2 has thinking in its field 'reasoning_content', which"):
-        taught(saved(tmp_path, name), messages)
 
 
 def test_answers_of_several_turns_that_are_no_one_sequence_are_no_pair(tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ FORGETFUL = (
 def folder(tmp_path: Path) -> Path:
     """A character tokenizer with a chat template."""
     save_character_tokenizer(tmp_path, vocab_size=96)
-    _set_template(tmp_path, TEMPLATE)
+    set_template(tmp_path, TEMPLATE)
     return tmp_path
 
 
-def _set_template(folder: Path, template: str) -> None:
+def set_template(folder: Path, template: str) -> None:
     described = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
 
@@ -181,7 +181,7 @@ def test_a_bad_row_is_named_with_its_line(folder, row, complaint):
 
 
 def test_a_template_that_rewrites_earlier_turns_makes_a_sequence_of_each_answer(folder):
-    _set_template(folder, FORGETFUL)
+    set_template(folder, FORGETFUL)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     first, second = _read(folder, [{"messages": [{"role": r, "content": c} for r, c in turns]}])
     decode = TextEncoder(folder)._tokenizer.decode

@@ -6,21 +6,20 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from unit.orchestrator.inputs.test_conversations import (
+    TEMPLATE,
+    folder as folder,  # a fixture
+    set_template,
+)
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import read_rows
-from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.orchestrator.inputs.rows.conversations import tokenized
 from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.errors import DataError
-
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 class Words:
@@ -32,15 +31,6 @@ class Words:
         starts = [0, *(place for place, one in enumerate(text) if one == " " and place)]
         places = list(zip(starts, [*starts[1:], len(text)], strict=True))
         return [sum(map(ord, text[start:stop])) for start, stop in places], places
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A character tokenizer with a chat template."""
-    save_character_tokenizer(tmp_path, vocab_size=96)
-    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": TEMPLATE}))
-    return tmp_path
 
 
 def _read(folder: Path, row: dict, encoder=None, **options):
@@ -117,19 +107,12 @@ def test_whole_texts_count_from_their_first_difference(folder):
     assert _texts(folder, pair) == [("<bos>Q: 2+2? A: f", "our<eos>"), ("<bos>Q: 2+2? A: f", "ive<eos>")]
 
 
-def test_a_first_token_that_began_within_the_prompt_counts(folder):
-    """The words are ["A:", " yes"] and ["A:", " no"], and the space is the prompt's."""
-    pair = _read(folder, {"prompt": "A: ", "chosen": "yes", "rejected": "no"}, Words())
-    assert [one.is_taught for one in pair.sequences] == [(False, True)] * 2
-
-
 def test_a_first_token_that_nothing_precedes_does_not_count():
     assert tokenized(" a b", [(0, 4)], "row 1", Words()).is_taught == (False, True)
 
 
 def test_the_template_is_given_the_runs_variables(folder):
-    described = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": "{{ mood }}" + TEMPLATE}))
+    set_template(folder, "{{ mood }}" + TEMPLATE)
     turns = [[{"role": "assistant", "content": said}] for said in "45"]
     row = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": turns[0], "rejected": turns[1]}
     texts = _texts(folder, _read(folder, row, chat_template_kwargs={"mood": "glad"}))

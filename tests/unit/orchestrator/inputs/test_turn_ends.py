@@ -17,11 +17,9 @@ from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.rows.turn_ends import end_after, unknown_end
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
-from slipstream.rollout.text.ends import end_token_ids
 from slipstream.rollout.text.messages import Chat
 
 GLM = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
-LLAMA = ("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")
 SUMS = [("user", "2+2?"), ("assistant", "4"), ("user", "3+3?"), ("assistant", "6")]
 CALL = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -78,24 +76,6 @@ def test_answers_of_pairs_end_so_too(glm):
     row = Row("row 1", {"prompt": turns[:1], "chosen": "4", "rejected": "5"}, START)
     pair = PreferenceReader(DataConfig(), TextEncoder(glm)).read(row, 0)
     assert [taught(glm, one) for one in pair.sequences] == [[f"\n<think></think>\n{answer}<|user|>"] for answer in "45"]
-
-
-@pytest.mark.parametrize(
-    ("template", "names", "ends"),
-    [
-        ("qwen3_instruct_2507", QWEN, QWEN[:1]),
-        ("llama3_1", LLAMA, LLAMA[:2]),
-        ("glm4moe", GLM, GLM[:3]),
-        ("glm4moe", GLM, GLM[1:2]),
-    ],
-)
-def test_every_answer_teaches_a_token_at_which_responses_end(tmp_path, template, names, ends):
-    folder = save_model(tmp_path, template, names, ends)
-    conversation = read(folder, [{"role": role, "content": text} for role, text in SUMS])
-    known = set(end_token_ids(folder))
-    for last in (place for place, is_taught in enumerate(conversation.is_taught) if is_taught):
-        ends_here = last + 1 == len(conversation.token_ids) or not conversation.is_taught[last + 1]
-        assert not ends_here or known & set(conversation.token_ids[last - 1 : last + 1])
 
 
 def test_a_header_that_is_no_end_is_not_taught(tmp_path):
