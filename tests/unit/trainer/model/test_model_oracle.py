@@ -273,6 +273,12 @@ def test_a_leak_between_packed_sequences_is_seen(hf_config, leak, monkeypatch):
     assert relative_error(wrong[:first], right[:first]) < 1e-6
 
 
+def test_rates_of_decay_are_as_wide_as_an_engine_has_them():
+    decoder = make_decoder(tiny.QWEN3_NEXT, dtype=torch.bfloat16)
+    dtypes = {name.rpartition(".")[2]: parameter.dtype for name, parameter in decoder.named_parameters()}
+    assert (dtypes["A_log"], dtypes["dt_bias"]) == (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_chunks_of_the_delta_rule_are_its_recurrence(length):
     """The definition, token by token, in float64; tokens after the end change nothing."""

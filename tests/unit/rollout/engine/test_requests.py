@@ -1,0 +1,106 @@
+"""Requests and version stamps of VllmEngine, over a client that answers as vLLM's does. What vLLM itself makes of them
+is shown by tests/contract/test_engine_vllm.py.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.types import Adapter
+
+SAMPLING = SamplingConfig(max_tokens=4)
+
+
+class Client:
+    """Requests wait until `ends` has their last output."""
+
+    errored = False
+    output_processor = SimpleNamespace(external_req_ids={})
+
+    def __init__(self) -> None:
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue[str]())
+        self.seeds: dict[str, int | None] = {}
+        self.salts: dict[str, str] = {}
+        self.ends: dict[str, asyncio.Future[object]] = {}
+        self.left: list[str] = []
+        self.aborted: list[str] = []
+
+    async def generate(
+        self, prompt: Mapping[str, str], params: Any, request: str, *, lora_request: object
+    ) -> AsyncIterator[object]:
+        self.seeds[request], self.salts[request] = params.seed, prompt["cache_salt"]
+        self.ends[request] = asyncio.get_running_loop().create_future()
+        try:
+            yield await self.ends[request]
+        finally:
+            self.left.append(request)
+
+    async def abort(self, requests: Sequence[str]) -> None:
+        self.aborted += requests
+
+    async def has(self, num_requests: int) -> None:
+        while len(self.ends) < num_requests:
+            await asyncio.sleep(0)
+
+
+def make(folder: Path) -> tuple[VllmEngine, Client]:
+    (folder / "config.json").write_text("{}")
+    engine, client = VllmEngine(folder, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0), Client()
+    engine.process.llm = cast(Any, client)
+    return engine, client
+
+
+async def test_siblings_have_seeds_of_their_own_and_end_where_one_fails(tmp_path: Path) -> None:
+    engine, client = make(tmp_path)
+    group = asyncio.create_task(engine.generate_group([1, 2], 3, SAMPLING, seed=5))
+    await client.has(3)
+    assert client.seeds == {"rollout-0": 5, "rollout-1": 6, "rollout-2": 7}
+    client.ends["rollout-1"].set_exception(ValueError("it is too long"))
+    with pytest.raises(EngineError, match="it is too long"):
+        async with asyncio.timeout(60):  # or the others go on without an end
+            await group
+    assert sorted(client.left) == ["rollout-0", "rollout-1", "rollout-2"]
+
+
+async def test_a_request_has_the_version_of_its_adapter_in_its_stamps_in_its_salt_and_where_it_is_ended(
+    tmp_path: Path,
+) -> None:
+    engine, client = make(tmp_path)
+    engine.version = 3
+    groups = [
+        asyncio.create_task(engine.generate_group([1, 2], 1, SAMPLING, adapter=adapter))
+        for adapter in (None, Adapter(0, 7), Adapter(1, 8))
+    ]
+    await client.has(3)
+    assert list(client.salts.values()) == ["policy version 3", "policy version 7", "policy version 8"]
+    await engine.abort_version(8)
+    assert client.aborted == ["rollout-2"]
+    for request, end in client.ends.items():
+        engine._stamp(SimpleNamespace(request_id=f"{request}-1a2b3c4d", new_token_ids=[5], finish_reason="stop"))
+        said = SimpleNamespace(token_ids=[5], logprobs=[-1.0])
+        end.set_result(
+            SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=[5], logprobs=said, finish_reason="stop", stop_reason=None)]
+            )
+        )
+    assert [rollout.policy_versions for group in groups for rollout in await group] == [[3], [7], [8]]
+    assert (engine.num_generated_tokens, engine.num_finished_responses) == (3, 3)
+
+
+async def test_the_version_moves_once_all_outputs_of_the_one_before_are_stamped(tmp_path: Path) -> None:
+    engine, client = make(tmp_path)
+    client.engine_core.outputs_queue.put_nowait("of the version before")
+    moves = asyncio.create_task(engine.set_version(4))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert engine.version == -1
+    client.engine_core.outputs_queue.get_nowait()
+    await moves
+    assert engine.version == 4
