@@ -26,7 +26,7 @@ async def finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray) 
     """The trainer alone, taught by given answers (orchestrator.loop.finetuner)."""
     from slipstream.orchestrator.cluster.placement import Cluster  # imports Ray
 
-    model = prepare_model(config.model, folder.model)
+    model = prepare_model(config.model, folder.model, folder.began)
     encoder = TextEncoder(folder.model)
     read = lesson_reader(config, encoder)
     training = training_stream(config.data, read, seed=config.run.seed)

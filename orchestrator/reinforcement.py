@@ -50,7 +50,7 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
     """Rollouts, rewards and publishes around the trainer (orchestrator.loop.controller)."""
     from slipstream.orchestrator.cluster.placement import Cluster  # imports Ray
 
-    model = prepare_model(config.model, folder.model)
+    model = prepare_model(config.model, folder.model, folder.began)
     rows = PromptRows(config, TextEncoder(folder.model))
     prompts, eval_sets = rows.stream(), rows.held_out()
     checkpoints = checkpoints_of(config, folder)

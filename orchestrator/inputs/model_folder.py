@@ -10,6 +10,7 @@ Needs `tokenizers`, not torch.
 import json
 import shutil
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from slipstream.conf.architecture.families import of_language_model, read_config
@@ -20,6 +21,7 @@ from slipstream.conf.schema import DType, EngineFormat, Init, ModelConfig, RunCo
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
 from slipstream.orchestrator.inputs.model_files import read_hf_config
 from slipstream.orchestrator.inputs.text_encoder import TOKENIZER_FILE, check_holds_tokenizer
+from slipstream.rollout.text.chat_template import PRESENT
 from slipstream.rollout.types import RoutingShape
 from slipstream.trainer.weights.quantization import BlockFp8, engine_tensors
 from slipstream.weight_sync.layout import TensorMeta
@@ -37,8 +39,11 @@ class PreparedModel:
     """Content of config.json."""
 
 
-def prepare_model(config: ModelConfig, folder: Path) -> PreparedModel:
+def prepare_model(config: ModelConfig, folder: Path, began: datetime | None = None) -> PreparedModel:
     """Write config.json, generation_config.json and the tokenizer into `folder`.
+
+    Args:
+        began: When the run began: what the chat template takes for the present, so that a resume has the same prompts.
 
     Raises:
         ConfigError: a file of model.path is missing or unreadable, model_type is unknown, or no tokenizer is named.
@@ -58,6 +63,8 @@ def prepare_model(config: ModelConfig, folder: Path) -> PreparedModel:
     if config.tokenizer == CHARACTERS:
         generation |= special  # those of the model's own tokenizer are other characters here
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    if began is not None:
+        (folder / PRESENT).write_text(began.isoformat())
     return PreparedModel(folder, hf_config)
 
 

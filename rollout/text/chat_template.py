@@ -8,7 +8,8 @@ its text may differ from that of transformers' plain class.
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from slipstream.rollout.text.plain_template import CLASS_TOKENS, read_plain, var
 
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
 """Variables that render() fills."""
+PRESENT = "present"
+"""A file of the folder, with the time that a template is to take for the present; without it the clock has it."""
 
 
 class ChatTemplate:
@@ -137,6 +140,14 @@ class ChatTemplate:
             refusals.append(text)  # the first one is the one to be told
         raise TemplateRefused(str(refusals[0])) from refusals[0]
 
+    @functools.cached_property
+    def _present(self) -> dict[str, Callable[[str], str]]:
+        """The function by which a template asks for the date, where it is not to be the clock's: several models' write
+        it into every system prompt.
+        """
+        file = self._folder / PRESENT
+        return {"strftime_now": datetime.fromisoformat(file.read_text()).strftime} if file.is_file() else {}
+
     def _render(
         self,
         messages: list[JsonObject],
@@ -151,6 +162,7 @@ class ChatTemplate:
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=is_open,
+                **self._present,
                 **(options or {}),
             )
         )

@@ -26,6 +26,7 @@ from slipstream.orchestrator.data.prompts import Encoder, PromptReader, check_te
 from slipstream.orchestrator.data.sources import Row, listed
 from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
+from slipstream.orchestrator.files.run_folder import RunFolder, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import ALPHABET, CHARACTERS, SPECIAL_TOKENS, known_characters
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
@@ -348,7 +349,8 @@ class RowEncoder:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.has_estimated = False
         """Whether a chat was joined."""
-        self.exact = exact = TextEncoder(prepare_model(model, folder).folder)
+        began = None if (resumed := resumed_folder(config.run)) is None else RunFolder(resumed.resolve()).began
+        self.exact = exact = TextEncoder(prepare_model(model, folder, began).folder)
         self.ends, self.encode, self.encode_with_places = exact.ends, exact.encode, exact.encode_with_places
         self.check_turns = exact.check_turns  # chats with the same roles go through the template once
 

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.errors import DataError
-from slipstream.rollout.text.chat_template import ChatTemplate
+from slipstream.rollout.text.chat_template import PRESENT, ChatTemplate
 from slipstream.rollout.text.messages import Chat
 from slipstream.rollout.text.plain_template import read_plain
 from slipstream.rollout.text.turns import TurnCheck
@@ -69,6 +69,17 @@ def test_what_templates_may_use_is_rendered_as_transformers_does(template: str, 
     folder = save(tmp_path, template, **tokens, pad_token=None, sep_token=None)
     assert read_plain(folder) is not None
     assert ChatTemplate(folder).render(CHAT, is_open=True) == by_its_own_class(folder, [])
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_run_that_goes_on_another_day_has_the_same_prompts(is_plain: bool, tmp_path: Path) -> None:
+    """Llama's, gpt-oss's and others write the date into every system prompt."""
+    folder = save(tmp_path, "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
+    (folder / PRESENT).write_text("2025-01-02T03:04:05")
+    template = ChatTemplate(folder)
+    if not is_plain:
+        template._renderer = template.tokenizer
+    assert template.render([{"role": "user", "content": "!"}], is_open=True) == "02 Jan 2025!"
 
 
 def test_an_option_goes_before_a_special_token_of_its_name(tmp_path: Path) -> None:
