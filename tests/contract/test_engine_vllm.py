@@ -58,8 +58,6 @@ class Setup(Served):
     """What the engine wrote while it started, where pytest captures it."""
     last_phase: str
     """The last phase of the start that the engine told."""
-    refusal: Exception | None = None
-    """What generate_group raised before the first publish."""
 
     async def start_long(
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None
@@ -86,10 +84,6 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         async with one_worker(folder, Checkpoints(folder), config) as served:
             seen = {"temporary": temporary, "said": output.read(), "last_phase": served.worker.engine.start_phase}
             made = Setup(**vars(served), **seen)
-            try:
-                await made.worker.generate_group(prompt(0), 1)
-            except ReplicaNotServing as e:
-                made.refusal = e
             report = await made.publish(0)
             assert report.replicas[0].error is None
             yield made
@@ -165,11 +159,6 @@ async def test_an_engine_writes_the_lines_that_begin_the_phases_of_its_start(set
         "answering",
     ]
     assert setup.last_phase == "answering"
-
-
-async def test_a_worker_refuses_to_sample_before_the_first_version(setup: Setup):
-    assert isinstance(setup.refusal, ReplicaNotServing)
-    assert "dirty (version -1, epoch 0)" in str(setup.refusal)
 
 
 async def test_logprobs_and_stamps_are_those_of_the_published_weights(setup: Setup):
