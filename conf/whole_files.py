@@ -1,5 +1,6 @@
 """Files that others read while they are written. Does not own: what is in them."""
 
+import os
 import secrets
 from pathlib import Path
 
@@ -12,3 +13,11 @@ def write_whole(file: Path, content: str | bytes) -> None:
     with undone_by(lambda _: partial.unlink(missing_ok=True)):
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(file)
+
+
+def append_line(file: Path, line: str) -> None:
+    """Add a line to a file of lines. Where a crash or a full disk has cut the last one, that one alone is lost."""
+    with file.open("ab+") as lines:
+        if lines.seek(0, os.SEEK_END) and os.pread(lines.fileno(), 1, lines.tell() - 1) != b"\n":
+            line = f"\n{line}"
+        lines.write(f"{line}\n".encode())

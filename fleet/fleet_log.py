@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from slipstream.conf.whole_files import append_line
 from slipstream.fleet.replicas import Replica, ReplicaState
 from slipstream.rollout.types import Progress
 
@@ -70,8 +71,7 @@ class FleetLog:
     def write(self, row: FleetRow) -> None:
         head = {"time": round(row.time, 3), "worker": row.worker, "name": row.name, "event": row.event}
         try:
-            with self._path.open("a") as file:
-                file.write(json.dumps({**head, **row.facts}) + "\n")
+            append_line(self._path, json.dumps({**head, **row.facts}))
         except OSError as error:
             if self._works:
                 logger.warning("%s lacks rows from here on: %s", self._path, error)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 import psutil
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.whole_files import append_line
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
 from slipstream.orchestrator.chaos.room import filled, folder_of
 from slipstream.orchestrator.chaos.victims import ROOMS, Kind, Victim, victims_of
@@ -138,8 +139,7 @@ class Harm:
                 time.sleep(blow.after_s)
                 self._strike(blow, victim, event)
                 self._wait(blow, event, before)
-        with self._folder.chaos.open("a") as file:
-            file.write(json.dumps(asdict(event)) + "\n")
+        append_line(self._folder.chaos, json.dumps(asdict(event)))
         return event
 
     def _goes_on(self) -> bool:

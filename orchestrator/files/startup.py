@@ -23,6 +23,7 @@ import msgspec
 import psutil
 
 from slipstream.conf.json_files import JsonObject
+from slipstream.conf.whole_files import append_line
 from slipstream.orchestrator.files.row_files import of_rows_alone, rows_read_by
 
 logger = logging.getLogger(__name__)
@@ -153,8 +154,8 @@ class Startup:
         began = Start(what, end_s - spans[0].from_s, spans)
         row = {"start": what, "total_s": began.total_s, "spans": [_plain(span) for span in spans]}
         self._spans = [span for span in self._spans if span not in spans]
-        with suppress(OSError), self._file.open("a") as file:  # a full disk ends the run where its metrics are written
-            file.write(json.dumps(row) + "\n")
+        with suppress(OSError):  # a full disk ends the run where its metrics are written
+            append_line(self._file, json.dumps(row))
         for line in describe(began):
             logger.info("%s", line)
 

@@ -23,6 +23,7 @@ from typing import NotRequired, TypedDict
 import msgspec
 
 from slipstream.conf.json_files import JsonObject
+from slipstream.conf.whole_files import append_line
 from slipstream.orchestrator.files.row_files import of_rows_alone
 from slipstream.weight_sync.publish.report import PublishReport
 
@@ -117,8 +118,7 @@ read_step: Callable[[bytes], TimelineRow | None] = of_rows_alone(msgspec.json.De
 
 
 def write_row(path: Path, row: JsonObject) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row, separators=(",", ":")) + "\n")
+    append_line(path, json.dumps(row, separators=(",", ":")))
 
 
 def _publish(report: PublishReport) -> JsonObject:
