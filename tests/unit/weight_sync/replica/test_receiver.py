@@ -155,13 +155,6 @@ def test_another_plan_is_refused(rank: Rank) -> None:
         rank.receiver.verify(4, 1, "00" * 32, expected_of(4))
 
 
-def test_a_stale_epoch_is_refused_and_harmless(rank: Rank) -> None:
-    rank.publish(4, 3)
-    with pytest.raises(StaleEpoch):
-        rank.receiver.begin(5, 3, DIGEST)
-    assert rank.receiver.state.is_serving
-
-
 def test_what_came_from_a_peer_in_an_epoch_before_is_not_adopted(rank: Rank) -> None:
     hashes = {name: hash_bytes(tensor) for name, tensor in rank.params.items()}
     for epoch, known in ((1, hashes), (2, {})):

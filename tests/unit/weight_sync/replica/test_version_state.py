@@ -88,12 +88,6 @@ AnyMessageOrder.TestCase.settings = settings(max_examples=150, stateful_step_cou
 TestAnyMessageOrder = AnyMessageOrder.TestCase
 
 
-def test_the_legal_path_serves() -> None:
-    state = VersionState().begin(7, 1, "d").verified(7, 1, "d").committed(7, 1)
-    assert state == VersionState(Phase.clean, 7, 1, "d")
-    assert state.is_serving
-
-
 def test_an_epoch_is_used_once() -> None:
     state = VersionState().begin(7, 5, "d")
     for epoch in (4, 5):
@@ -104,13 +98,6 @@ def test_an_epoch_is_used_once() -> None:
 def test_a_replica_may_go_back_to_an_older_version() -> None:
     state = VersionState().begin(7, 1, "d").verified(7, 1, "d").committed(7, 1)
     assert state.begin(0, 2, "d").version == 0
-
-
-def test_an_abort_of_a_committed_epoch_changes_nothing_and_it_is_verified_once() -> None:
-    state = VersionState().begin(7, 1, "d").verified(7, 1, "d").committed(7, 1)
-    assert state.failed(1) == state
-    with pytest.raises(ProtocolError):
-        state.verified(7, 1, "d")
 
 
 PUBLISH = PublishId("5e", version=3, epoch=4, digest="9f")
@@ -171,6 +158,9 @@ def test_only_the_present_transaction_fails_and_only_before_it_committed() -> No
     assert clean.failed(4) == clean and clean.invalidate() == dirty
     with pytest.raises(ProtocolError, match="names plan other, its begin named plan plan"):
         dirty.verified(3, 4, "other")
+    for once in (verified, clean):
+        with pytest.raises(ProtocolError, match="needs phase dirty"):
+            once.verified(3, 4, "plan")
     assert (clean.is_serving, verified.is_serving, dirty.is_serving) == (True, False, False)
 
 
