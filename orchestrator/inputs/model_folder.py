@@ -18,6 +18,7 @@ from slipstream.conf.architecture.spelling import check_spelling
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonObject, read_json_object
 from slipstream.conf.schema import DType, EngineFormat, Init, ModelConfig, RunConfig
+from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
 from slipstream.orchestrator.inputs.model_files import read_hf_config
 from slipstream.orchestrator.inputs.text_encoder import TOKENIZER_FILE, check_holds_tokenizer
@@ -40,7 +41,7 @@ class PreparedModel:
 
 
 def prepare_model(config: ModelConfig, folder: Path, began: datetime | None = None) -> PreparedModel:
-    """Write config.json, generation_config.json and the tokenizer into `folder`.
+    """Write config.json, generation_config.json and the tokenizer into `folder`, each whole: a resumed run has them.
 
     Args:
         began: When the run began: what the chat template takes for the present, so that a resume has the same prompts.
@@ -56,15 +57,15 @@ def prepare_model(config: ModelConfig, folder: Path, began: datetime | None = No
             hf_config[key] = token
     else:
         _copy_tokenizer(config, folder)
-    (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+    write_whole(folder / "config.json", json.dumps(hf_config, indent=2) + "\n")
     source = Path(config.path) / "generation_config.json" if config.path else None
     special = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in hf_config}
     generation = read_json_object(source) if source is not None and source.is_file() else special
     if config.tokenizer == CHARACTERS:
         generation |= special  # those of the model's own tokenizer are other characters here
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_whole(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
     if began is not None:
-        (folder / PRESENT).write_text(began.isoformat())
+        write_whole(folder / PRESENT, began.isoformat())
     return PreparedModel(folder, hf_config)
 
 
@@ -127,4 +128,4 @@ def _copy_tokenizer(config: ModelConfig, folder: Path) -> None:
     check_holds_tokenizer("model.tokenizer" if config.tokenizer else "model.path", source)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            write_whole(folder / name, (source / name).read_bytes())

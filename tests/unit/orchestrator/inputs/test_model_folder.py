@@ -1,9 +1,11 @@
 """Locks: the character tokenizer's table, that every reader agrees on it, and what the model folder holds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases.largest_file import largest_file
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import DType, Init, ModelConfig
@@ -125,3 +127,16 @@ def test_a_tokenizer_of_an_older_format_is_refused_with_the_way_to_convert_it(tm
         ConfigError, match=rf"has {name} and no tokenizer\.json.*AutoTokenizer\.from_pretrained\(FOLDER"
     ):
         prepare_model(tiny(tokenizer=str(tmp_path / "tokens")), tmp_path / "model")
+
+
+def test_a_resume_on_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    tokenizer, model = tmp_path / "tokenizer", tmp_path / "model"
+    tokenizer.mkdir()
+    save_character_tokenizer(tokenizer, vocab_size=64)
+    config = tiny(tokenizer=str(tokenizer))
+    prepare_model(config, model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for num_bytes in (10, len(before["tokenizer.json"])):  # of the tokenizer; of what comes after it
+        with largest_file(num_bytes), pytest.raises(OSError, match="File too large"):
+            prepare_model(replace(config, hf_config={**TINY, "architectures": ["Qwen3ForCausalLM" * 999]}), model)
+        assert {path.name: path.read_bytes() for path in model.iterdir()} == before
