@@ -182,7 +182,8 @@ def check_data(config: RunConfig) -> Fact:
         warnings += _columns_left_out({**of_prompts.left_out, **quick_ones.left_out})
         warnings += _answers_out_of_reach(config, found, encoder)
         has_chats = any(prompt.messages is not None for prompt in found)
-    check_rows_go_on(config, None if data.stream or encoder.has_estimated else training)
+    is_exact = not (data.stream or encoder.has_estimated)
+    check_rows_go_on(config, training if is_exact else None)
     warnings += _answers_end_elsewhere(config, encoder.exact) if has_chats else []
     warnings += _fewer_than_a_step(config, sum(len(of_source.found) for of_source in training))
     what = "the first " if data.stream else ""
@@ -192,6 +193,8 @@ def check_data(config: RunConfig) -> Fact:
         trained = ", which is trained on as well" if is_trained else ""
         parts.append(f"held-out {held_out[name]} in {source}{trained}")
     bound = f"; the chat template was tried on the first {RENDERED_ROWS} rows of each" if encoder.has_estimated else ""
+    if config.run.resume is not None and not is_exact:
+        bound += "; whether they are those that the run began with is seen once the run has read them"
     shown = (Fact(f"first {subject[:-1]}", f"{seen[0][0]}, {shown_row(seen[0][1], encoder.exact)}"),) if seen else ()
     finding = "; ".join([", ".join(parts) + bound, *warnings])
     return Fact(subject, finding, is_warning=bool(warnings), also=shown)

@@ -271,6 +271,8 @@ def test_the_first_rows_of_each_source_are_rendered_before_a_run(tmp_path: Path)
     (shown,) = fact.also
     assert shown.subject == "first prompt"
     assert shown.finding.endswith("a.jsonl:1, 27 tokens: '[user]yes[assistant]<think>'")
+    resumed = check_data(replace(config, run=replace(config.run, resume=str(tmp_path / "old"))))
+    assert "; whether they are those that the run began with is seen once the run has read them" in resumed.finding
 
 
 ALTERNATES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + THINKS
