@@ -144,12 +144,17 @@ class ProbedEngine:
         return {1: -1.0 if kind in self.acting[adapter.slot] else -2.0}
 
 
-async def probe(acting: list[set[str]]) -> ProbedEngine:
+def before_its_first_adapter(acting: list[set[str]]) -> tuple[AdapterReplica, ProbedEngine]:
     engine: Any = ProbedEngine(acting)
     names = ("model.layers.0.self_attn.o_proj.lora_a.0", "model.layers.0.mlp.experts.w2_lora_a.0")
     layout = DestLayout(0, tuple(Param(name, (2,), "float32") for name in names), ())
     rank = EngineRank(Sent(layout), Binding("", {}), "tcp")
-    await AdapterReplica(engine, [rank], engine, len(acting), WeightSyncConfig(), lambda: True)._probe()
+    return AdapterReplica(engine, [rank], engine, len(acting), WeightSyncConfig(), lambda: True), engine
+
+
+async def probe(acting: list[set[str]]) -> ProbedEngine:
+    replica, engine = before_its_first_adapter(acting)
+    await replica._probe()
     return engine
 
 
@@ -160,6 +165,13 @@ async def test_every_slot_is_asked_for_every_kind_of_module_and_left_empty() -> 
         await probe([both, both, {"attention"}])
     with pytest.raises(EngineError, match="ignores adapters of attention, experts in slot 0 of 2"):
         await probe([set(), both])
+
+
+async def test_an_engine_that_ignores_adapters_is_refused_at_every_publish() -> None:
+    replica, _ = before_its_first_adapter([set(), set()])
+    for version in (1, 2):
+        with pytest.raises(EngineError, match="ignores adapters"):
+            await replica.begin(version, version, "", ())
 
 
 @pytest.mark.parametrize("was_killed", [False, True])
