@@ -7,6 +7,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from fakes.fleet import until
 from fakes.loop import make_config
 from fakes.trainer import FakeTrainer
 from fakes.world import World
@@ -150,6 +151,25 @@ async def test_an_evaluation_that_fails_leaves_the_row_of_its_step(tmp_path: Pat
     tuning.trainer.breaks_at_version = 3
     with pytest.raises(ConnectionError, match="rank 1 died"):
         await tuning.run()
+    assert tuning.steps == [0, 1, 2, 3]
+
+
+async def test_a_step_under_way_is_ended_and_saved(tmp_path: Path) -> None:
+    tuning, gate = Tuning(tmp_path), asyncio.Event()
+
+    async def slow_at_2() -> None:
+        if len(tuning.trainer.taught) == 3:
+            await gate.wait()
+
+    tuning.trainer.before["optimizer_step"] = slow_at_2
+    running = asyncio.create_task(tuning.run())
+    await until(lambda: len(tuning.trainer.taught) == 3)
+    asyncio.get_running_loop().call_later(0.05, gate.set)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    state = tuning.checkpoints.read(tuning.checkpoints.newest())
+    assert (state.step, state.policy_version) == (3, 3)
     assert tuning.steps == [0, 1, 2, 3]
 
 
