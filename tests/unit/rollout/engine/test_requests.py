@@ -1,5 +1,5 @@
-"""Requests and version stamps of VllmEngine, over a client that answers as vLLM's does. What vLLM itself makes of them
-is shown by tests/contract/test_engine_vllm.py.
+"""Requests, version stamps and calls to the ranks of VllmEngine, over a client that answers as vLLM's does. What vLLM
+itself makes of them is shown by tests/contract/test_engine_vllm.py.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.types import Adapter
+from slipstream.weight_sync.errors import IntegrityError
 
 SAMPLING = SamplingConfig(max_tokens=4)
 
@@ -31,6 +32,8 @@ class Client:
         self.ends: dict[str, asyncio.Future[object]] = {}
         self.left: list[str] = []
         self.aborted: list[str] = []
+        self.replies: list[tuple[str, str, object]] = []
+        """Of the ranks, to a call: the error's class, its text, and the result."""
 
     async def generate(
         self, prompt: Mapping[str, str], params: Any, request: str, *, lora_request: object
@@ -44,6 +47,9 @@ class Client:
 
     async def abort(self, requests: Sequence[str]) -> None:
         self.aborted += requests
+
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[tuple[str, str, object]]:
+        return self.replies
 
     async def has(self, num_requests: int) -> None:
         while len(self.ends) < num_requests:
@@ -104,3 +110,13 @@ async def test_the_version_moves_once_all_outputs_of_the_one_before_are_stamped(
     client.engine_core.outputs_queue.get_nowait()
     await moves
     assert engine.version == 4
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 2])
+async def test_a_call_fails_when_any_rank_does(tmp_path: Path, refusing: int) -> None:
+    engine, client = make(tmp_path)
+    client.replies = [("", "", rank) for rank in range(3)]
+    assert await engine.call_ranks("slipstream_verify") == [0, 1, 2]
+    client.replies[refusing] = ("IntegrityError", f"of rank {refusing}", None)
+    with pytest.raises(IntegrityError, match=f"of rank {refusing}"):
+        await engine.call_ranks("slipstream_verify")
