@@ -10,10 +10,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.failures import in_daemon_thread
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunSection
 from slipstream.orchestrator.checkpoints import checkpoint_uploads, object_store
+from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, fingerprint, step_of
@@ -177,6 +179,22 @@ def test_a_store_that_hangs_does_not_hold_up_a_checkpoint(
     answers.set()
     checkpoints.finish_sending()
     assert remote.steps() == [1]
+
+
+def test_a_store_that_hangs_does_not_keep_a_run_from_ending(
+    remote: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(ObjectStore, "send", lambda *_: answers.wait(60))
+    monkeypatch.setattr(checkpoint_uploads, "_SAY_EVERY_S", 0.01)
+    uploads = CheckpointUploads(remote, tmp_path / "remote.json", keep=1, spared=set[int])
+    uploads.begin([])
+    uploads.offer(tmp_path / "step-000001")
+    try:
+        in_daemon_thread(uploads.close, 0.1).result(30)
+        assert uploads.needs(tmp_path / "step-000001"), "it was given up while it was being sent"
+    finally:
+        answers.set()
 
 
 def test_a_store_that_says_nothing_is_named(remote: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
