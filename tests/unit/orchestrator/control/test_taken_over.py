@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import runpy
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.control.control_folder import alive, answer_requests, note_end
 from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.errors import RunTakenOver
+from slipstream.orchestrator.files import claim
 from slipstream.orchestrator.files.claim import THIS_PROCESS
 from slipstream.orchestrator.files.run_folder import RunFolder
 
@@ -64,6 +66,15 @@ def test_a_process_that_was_given_up_writes_nothing(tmp_path: Path) -> None:
     with alive(folder.root):
         assert store.begin(2) == begun, "it is this process's again"
         assert folder.alive.read_text() == THIS_PROCESS
+
+
+def test_a_process_of_the_same_number_on_a_host_of_the_same_name_is_another_one(tmp_path: Path) -> None:
+    """As in two containers."""
+    folder = RunFolder(tmp_path)
+    with alive(tmp_path):
+        folder.alive.write_text(runpy.run_path(claim.__file__)["THIS_PROCESS"])
+        with pytest.raises(RunTakenOver):
+            claim.check_own(folder)
 
 
 async def test_it_is_told_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
