@@ -106,6 +106,20 @@ def test_a_rank_whose_keeper_is_gone_says_so_once_and_trains_on(caplog):
     assert rank.policy_version == 1
 
 
+@pytest.mark.parametrize("other", [Readiness.later, Readiness.never])
+def test_no_rank_keeps_a_state_that_another_rank_cannot(other, monkeypatch):
+    """This one is ready; the sums say of the other who can never send, then who cannot yet."""
+    rank, keeper = make_rank(), Keeper("127.0.0.1", SYNC_KEY)
+    rank.states.keep_states([keeper.address], life=0)
+    rank.states._kept._sends.finish()
+    others = [other is Readiness.never, other is Readiness.later]
+    monkeypatch.setattr(rank._control, "sum", lambda mine: mine + others.pop(0))
+    assert rank.states.keep(1) is other
+    rank.states._kept._sends.finish()
+    assert keeper.kept() == {}
+    keeper.close()
+
+
 def test_a_state_is_left_out_while_another_is_sent_and_where_copies_would_take_much_of_the_time(monkeypatch):
     rank, keeper = make_rank(), Keeper("127.0.0.1", SYNC_KEY)
     may_send, now = threading.Event(), [100.0]

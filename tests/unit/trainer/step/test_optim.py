@@ -233,6 +233,7 @@ def test_the_rate_of_an_update_is_that_of_its_number_also_after_a_resume_and_a_r
     resumed = make(config, torch.zeros(1))
     resumed.load_state_tensors(optimizer.state_tensors(), num_updates=2)
     assert resumed.step([grad], 0.0).lr == 3.0
+    assert resumed.num_updates == 3, "those before the resume count, too: a second resume starts from here"
     resumed.load_state_tensors(optimizer.state_tensors(), num_updates=1)
     assert resumed.step([grad], 0.0).lr == 2.0, "all ranks go back where one has died"
     empty = make(config, torch.zeros(0))

@@ -87,6 +87,18 @@ def test_a_rank_holds_its_own_experts_of_a_checkpoint_tensor(monkeypatch):
         assert torch.equal(merged(third, part)[0], merged(first, first.region)[1])
 
 
+def test_a_rank_holds_its_own_experts_of_a_stack(monkeypatch):
+    """As above, of a checkpoint tensor in the trainer's layout."""
+    decoder: Any = make_decoder(GEMMA4_MOE)
+    monkeypatch.setattr(decoder.model.layers[1].moe.experts, "first_expert", 2)
+    found = {held.tensor: held for held in local_shards(decoder) if isinstance(held, FusedTensor)}
+    for leaf in ("gate_up_proj", "down_proj"):
+        first, third = STACKED[f"model.layers.1.experts.{leaf}"], found[f"model.layers.1.experts.{leaf}"]
+        assert third.region == Region((2, 0, 0), first.region.shape), leaf
+        part = Region((3, 0, 0), (1, *first.region.shape[1:]))
+        assert torch.equal(merged(third, part)[0], merged(first, first.region)[1]), leaf
+
+
 def test_gate_and_up_in_turns_and_back():
     rows = torch.arange(2 * 6 * 3).view(2, 6, 3)
     assert interleave(rows)[0, :, 0].tolist() == [0, 9, 3, 12, 6, 15]
