@@ -14,7 +14,7 @@ from slipstream.orchestrator.errors import DiskFull, DiskLost
 NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, an exhausted quota and a file size limit set errno to."""
 LOST = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
-"""Of a disk that fails, and of a machine with the files that does not answer."""
+"""What a failing disk sets it to, and a file server that does not answer."""
 _SENTENCES = tuple(os.strerror(number) for number in NUMBERS)
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PLAIN_EVERY_S = 5.0
 _FORMAT = "%(asctime)s %(levelname).1s [step %(step)d v%(policy_version)d] %(name)s: %(message)s"
 _LEVELS = {"": logging.INFO, "slipstream": logging.DEBUG, "httpx": logging.WARNING}
-"""Of loggers while a run lasts. At INFO, httpx has a line for every request."""
+"""The lowest level that each logger writes while a run lasts. At INFO, httpx has a line for every request."""
 
 
 class RunContext(logging.Filter):

@@ -45,7 +45,7 @@ async def test_an_export_takes_the_place_of_the_one_before(tmp_path: Path) -> No
 
 
 async def test_an_export_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a machine that goes down just then, a resume must not find an empty file and nothing left to do."""
+    """If the machine goes down just then, a resume must not find an empty file and nothing left to do."""
     folder, flushed, fsync = RunFolder(tmp_path), set[str](), os.fsync
 
     def noted(descriptor: int) -> None:

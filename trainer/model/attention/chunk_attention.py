@@ -110,7 +110,7 @@ def _gradients(
     dout_CNV: Tensor, q_CND: Tensor, out_CNV: Tensor, sums_NC: Tensor, k_SGD: Tensor, v_SGV: Tensor, chunk: _Chunk,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of the chunk's queries, keys and values."""
+    """Gradients of the chunk's queries, keys and values."""
     first, before, count = chunk.num_first, chunk.num_empty, chunk.num_queries
     dout, q, out = (_rows(x, before) for x in (dout_CNV, q_CND, out_CNV))
     k, v, sums = _rows(k_SGD[first:]), _rows(v_SGV[first:]), _padded_sums(sums_NC, before)

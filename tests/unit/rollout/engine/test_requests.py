@@ -33,7 +33,7 @@ class Client:
         self.left: list[str] = []
         self.aborted: list[str] = []
         self.replies: list[tuple[str, str, object]] = []
-        """Of the ranks, to a call: the error's class, its text, and the result."""
+        """What each rank answers to a call: the error's class, its text, and the result."""
 
     async def generate(
         self, prompt: Mapping[str, str], params: Any, request: str, *, lora_request: object
