@@ -20,6 +20,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -107,6 +108,8 @@ class Push:
         """
         options = self._options
         engines = [self._make_engine(url, timeout_s=options.timeout_s) for url in options.to]
+        if twice := [url for url, num in Counter(engine.url for engine in engines).items() if num > 1]:
+            raise ConfigError(f"--to names an engine twice: {', '.join(twice)}")
         for engine in engines:
             if not engine.is_healthy():
                 raise EngineError(

@@ -42,8 +42,6 @@ class PushOptions:
                 raise ConfigError(f"--{name} must be > 0, got {value:g}")
         if self.port is not None and not 1 <= self.port <= 65536 - max(1, self.start):
             raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
-        if len(set(self.to)) < len(self.to):
-            raise ConfigError(f"--to names an engine twice: {', '.join(self.to)}")
         if self.base is not None and not self.to:
             raise ConfigError("--base is what running engines (--to) hold; those that --start starts hold nothing yet")
         if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):

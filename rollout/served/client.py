@@ -14,14 +14,16 @@ The server must run with VLLM_SERVER_DEV_MODE=1: vLLM has these routes in no oth
 /init_weight_transfer_engine carries the update's key, so keep the server on a trusted network.
 """
 
+import contextlib
 import json
 import logging
 import os
+import re
 import socket
-import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import httpx
 import zmq
@@ -108,25 +110,23 @@ class ServedEngine:
     """
 
     def __init__(self, url: str, *, timeout_s: float = 120.0) -> None:
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            is_good = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
-            is_good = is_good and (parts.port or True)
-        except ValueError:
-            is_good = False
-        if not is_good:
-            raise ConfigError(f"--to takes addresses of vLLM servers such as http://127.0.0.1:8000, got {url!r}")
-        self.url = f"{parts.scheme}://{parts.netloc}"
+        parts = _split(url)
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        """Without user and password: messages, logs and reports name it."""
         try:
             host = socket.gethostbyname(str(parts.hostname))
         except OSError as e:
-            raise ConfigError(f"--to {url}: there is no host {parts.hostname!r} ({e.strerror})") from e
+            raise ConfigError(
+                f"--to {self.url}: there is no host {parts.hostname!r} with an address of IPv4, over which weights go "
+                f"({e.strerror})"
+            ) from e
         self.host = LOOPBACK if is_own_address(host) else host
         """Address at which senders reach its ranks. Loopback if it is on this machine, even if it serves at another
         address, so that both ends of a link agree on whether they share a host."""
         self._timeout_s = timeout_s
         # No proxy, and no redirect is followed: requests carry the update's key and VLLM_API_KEY.
-        self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+        login = None if parts.username is None else (unquote(parts.username), unquote(parts.password or ""))
+        self._http = httpx.Client(auth=login, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
         self.attached: list[RankReport] = []
         """The ranks' reports to the last attach(), by rank."""
         self._was_serving = False
@@ -251,6 +251,21 @@ class ServedEngine:
         hint = f"; {MODES_HINT}" if answer.status_code == 404 else ""
         said = text[:500].decode(errors="replace")
         raise EngineError(f"{self.url}{path} answered {answer.status_code}: {said}{hint}")
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of an engine's address.
+
+    Raises:
+        ConfigError: It is not an http address; the message leaves out user and password.
+    """
+    with contextlib.suppress(ValueError):  # brackets without an address of IPv6, or a port that is no number
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        is_whole = not (parts.path.strip("/") or parts.query or parts.fragment)
+        if parts.scheme in ("http", "https") and parts.hostname and is_whole and parts.port != 0:
+            return parts
+    shown = re.sub(r"^(\w+://)?.*@", r"\1", url)
+    raise ConfigError(f"--to takes addresses of vLLM servers such as http://127.0.0.1:8000, got {shown!r}")
 
 
 def is_own_address(host: str) -> bool:

@@ -70,7 +70,11 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--to", "ftp://x"], "addresses of vLLM servers such as http://127.0.0.1:8000, got 'ftp://x'"),
         (["--to", "http://127.0.0.1:8000/v1"], "addresses of vLLM servers"),
         (["--to", "http://127.0.0.1:8000", "--tp", "2"], "--tp, --expert-parallel"),
-        (["--to", "http://a,http://b", "--to", "http://a"], "--to names an engine twice: http://a, http://b,"),
+        (["--to", "http://127.0.0.1:8000/?model=x"], "addresses of vLLM servers"),
+        (["--to", "http://127.0.0.1:0"], "addresses of vLLM servers"),
+        (["--to", "[::1"], "addresses of vLLM servers such as http://127.0.0.1:8000, got '[::1'"),
+        (["--to", "[::1]:8000"], "--to http://[::1]:8000: there is no host '::1' with an address of IPv4, over which"),
+        (["--to", "127.0.0.1:1,127.0.0.1:2", "--to", "http://127.0.0.1:1/"], "an engine twice: http://127.0.0.1:1\n"),
         (["--start", "1", "--watermark-mib", "0"], "--watermark-mib"),
         (["--to", "http://127.0.0.1:8000", "--delta-mib", "0"], "--delta-mib must be >= 1, got 0"),
         (["--start", "1", "--base", "old"], "--base is what running engines (--to) hold"),
@@ -88,7 +92,27 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_wrong_flags_are_named(
     words: list[str], expected: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert expected in message(["push", str(checkpoint), *words], capsys)
+    assert expected in message(["push", str(checkpoint), *words], capsys) + "\n"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "me:swordfish@127.0.0.1:1",
+        "https://127.0.0.1:1,https://me:swordfish@127.0.0.1:1",
+        "http://me:swordfish@127.0.0.1:1/v1",
+        "ftp://me:swordfish@127.0.0.1",
+        "me:swordfish@nowhere.invalid",
+        "http://me:sword/fish@127.0.0.1:1",
+        "http://me:1?fish@127.0.0.1:1",
+    ],
+)
+def test_no_message_tells_the_password_of_an_address(
+    address: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(checkpoint), "--to", address]) != 0
+    said = capsys.readouterr().err
+    assert "--to" in said and "fish" not in said and "me:" not in said
 
 
 @pytest.mark.parametrize(("transport", "lacks"), [("nvlink", "usable GPU"), ("rdma", "RDMA device")])

@@ -1,5 +1,6 @@
 """A served engine is asked in the one order that is safe, and its refusals reach the user with their reason."""
 
+import base64
 import json
 import socket
 import threading
@@ -28,6 +29,7 @@ class Api(ThreadingHTTPServer):
         self.report_s = 60.0
         self.status: dict[str, int] = {}
         self.headers: dict[str, str] = {}
+        self.authorization: str | None = None
         self.answers: dict[str, bytes] = {"/is_paused": b'{"is_paused": false}'}
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -44,6 +46,7 @@ class Handler(BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(size)) if size else None
         self.server.calls.append((self.path, body))
+        self.server.authorization = self.headers.get("Authorization")
         if self.path == "/init_weight_transfer_engine":
             for report in self.server.reports:
                 send_report(
@@ -185,6 +188,13 @@ def test_an_engine_is_reached_at_loopback_where_it_runs_on_this_machine() -> Non
     assert ServedEngine("http://127.0.0.2:8000").host == "127.0.0.1"
     assert ServedEngine("http://192.0.2.1:8000").host == "192.0.2.1"  # TEST-NET-1: nobody's
     assert ServedEngine("http://0.0.0.0:8000").url == "http://0.0.0.0:8000"
+
+
+def test_user_and_password_of_an_address_go_into_requests_and_not_into_its_name(api: Api) -> None:
+    engine = ServedEngine(api.url.replace("//", "//me:sword%2Ffish@"))
+    assert engine.url == api.url
+    engine.pause()
+    assert api.authorization == "Basic " + base64.b64encode(b"me:sword/fish").decode()
 
 
 def read_request(connection: socket.socket) -> None:
