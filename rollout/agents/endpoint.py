@@ -1,6 +1,6 @@
 """OpenAI's protocol over HTTP, for the episodes of a run: whatever speaks it can be an agent.
 
-    POST /v1/chat/completions   messages, tools, stream, max_tokens, n, logprobs
+    POST /v1/chat/completions   messages, tools, stream, max_tokens, n, logprobs, return_token_ids
     POST /v1/completions        prompt (text or token ids), the same
     GET  /v1/models             one model, "policy"
     Authorization: Bearer KEY   the key of one episode; requests of different episodes never meet
@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
+from itertools import accumulate
 
 from aiohttp import web
 
@@ -169,11 +170,10 @@ def _check_values(body: JsonMapping, *, is_chat: bool) -> None:
         raise BadRequest(f'model={body["model"]!r:.40}: this endpoint has one model, "{MODEL}" (session.model)')
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise BadRequest('tool_choice: only "auto" and "none"; a forced call would be constrained decoding')
-    if not isinstance(body.get("stream"), bool | None):
-        raise BadRequest(f"stream must be true or false, got {body['stream']!r:.40}")
+    for name in ("stream", "return_token_ids", "return_tokens_as_token_ids", *(("logprobs",) if is_chat else ())):
+        if not isinstance(body.get(name), bool | None):
+            raise BadRequest(f"{name} must be true or false, got {body[name]!r:.40}")
     logprobs = body.get("logprobs")
-    if is_chat and not isinstance(logprobs, bool | None):
-        raise BadRequest(f"logprobs must be true or false, got {logprobs!r:.40}")
     if not is_chat and logprobs not in (None, 0):
         raise BadRequest(
             f"logprobs={logprobs!r:.40} asks for the likeliest tokens; there are those of the sampled tokens alone: 0"
@@ -220,11 +220,13 @@ def _chat_answer(answers: list[Answer], body: JsonMapping) -> JsonObject:
             "index": index,
             "message": answer.reply.message,
             "finish_reason": "tool_calls" if answer.reply.tool_calls else answer.sampled.finish_reason,
-            "logprobs": {"content": _token_logprobs(answer)} if body.get("logprobs") else None,
+            "logprobs": {"content": _token_logprobs(answer, body)} if body.get("logprobs") else None,
+            **_token_ids(answer, body, "token_ids"),
         }
         for index, answer in enumerate(answers)
     ]
-    return _envelope("chat.completion", "chatcmpl", answers, choices)
+    prompt = _token_ids(answers[0], body, "prompt_token_ids")
+    return _envelope("chat.completion", "chatcmpl", answers, choices) | prompt
 
 
 def _completion_answer(answers: list[Answer], body: JsonMapping) -> JsonObject:
@@ -233,29 +235,45 @@ def _completion_answer(answers: list[Answer], body: JsonMapping) -> JsonObject:
             "index": index,
             "text": answer.reply.content,
             "finish_reason": answer.sampled.finish_reason,
-            "logprobs": {
-                "tokens": answer.tokens,
-                "token_logprobs": answer.sampled.logprobs,
-                "top_logprobs": None,
-                "text_offset": [],
-            }
-            if body.get("logprobs") is not None and body["logprobs"] is not False
-            else None,
+            "logprobs": _text_logprobs(answer, body) if type(body.get("logprobs")) is int else None,
+            **_token_ids(answer, body, "prompt_token_ids", "token_ids"),
         }
         for index, answer in enumerate(answers)
     ]
     return _envelope("text_completion", "cmpl", answers, choices)
 
 
-def _token_logprobs(answer: Answer) -> list[JsonObject]:
+def _token_ids(answer: Answer, body: JsonMapping, *names: str) -> JsonObject:
+    """What vLLM's servers add for return_token_ids."""
+    found: JsonObject = {"prompt_token_ids": answer.prompt_token_ids, "token_ids": answer.sampled.token_ids}
+    return {name: found[name] for name in names} if body.get("return_token_ids") else {}
+
+
+def _tokens(answer: Answer, body: JsonMapping) -> list[str]:
+    """A text for each sampled token."""
+    as_ids = body.get("return_tokens_as_token_ids")
+    return [f"token_id:{token}" for token in answer.sampled.token_ids] if as_ids else answer.tokens
+
+
+def _text_logprobs(answer: Answer, body: JsonMapping) -> JsonObject:
+    tokens, logprobs = _tokens(answer, body), answer.sampled.logprobs
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+    }
+
+
+def _token_logprobs(answer: Answer, body: JsonMapping) -> list[JsonObject]:
     return [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
-        for token, logprob in zip(answer.tokens, answer.sampled.logprobs, strict=True)
+        {"token": token, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for token, text, logprob in zip(_tokens(answer, body), answer.tokens, answer.sampled.logprobs, strict=True)
     ]
 
 
 def _envelope(kind: str, prefix: str, answers: list[Answer], choices: list[JsonObject]) -> JsonObject:
-    num_prompt = answers[0].num_prompt_tokens
+    num_prompt = len(answers[0].prompt_token_ids)
     num_sampled = sum(len(answer.sampled.token_ids) for answer in answers)
     return {
         "id": f"{prefix}-{answers[0].sampled.request}",
@@ -277,18 +295,19 @@ async def _stream(request: web.Request, answer: JsonObject, body: JsonMapping, *
     await response.prepare(request)
     head = {key: answer[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if is_chat else answer["object"]
-    events: list[JsonObject] = []
+    prompt = {name: answer[name] for name in ("prompt_token_ids",) if name in answer}
+    chunks: list[JsonObject] = []
     for choice in answer["choices"]:
-        index, reason = choice["index"], choice["finish_reason"]
         if is_chat:
             message = choice["message"]
             calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", []))]
             delta = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
-            events.append({"index": index, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]})
-            events.append({"index": index, "delta": {}, "finish_reason": reason, "logprobs": None})
+            whole = {name: value for name, value in choice.items() if name != "message"}
+            chunks.append({**head, "choices": [{**whole, "delta": delta, "finish_reason": None}], **prompt})
+            end = {name: choice[name] for name in ("index", "finish_reason")}
+            chunks.append({**head, "choices": [{**end, "delta": {}, "logprobs": None}]})
         else:
-            events.append(choice)
-    chunks = [{**head, "choices": [event]} for event in events]
+            chunks.append({**head, "choices": [choice]})
     if (body.get("stream_options") or {}).get("include_usage"):
         chunks.append({**head, "choices": [], "usage": answer["usage"]})
     for chunk in chunks:

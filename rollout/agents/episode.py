@@ -82,7 +82,8 @@ class Answer:
 
     reply: Reply
     sampled: Sampled
-    num_prompt_tokens: int
+    prompt_token_ids: list[int]
+    """All that the engine had before it sampled."""
     decode: Callable[[Sequence[int]], str]
 
     @property
@@ -197,7 +198,7 @@ class Episode:
         said = self._chat.decode(sampled.token_ids)
         self.turns.append(TurnRecord(sampled.request, planned.parent, reason, planned.text, said))
         self.last_reply, self.last_finish_reason = reply.content, sampled.finish_reason
-        return Answer(reply, sampled, planned.num_tokens, self._chat.decode)
+        return Answer(reply, sampled, self._tree.prompt(planned), self._chat.decode)
 
     def _check_size(self, num_characters: int) -> None:
         """Refuse a conversation that cannot fit before it is tokenized: megabytes take seconds, in which all wait."""

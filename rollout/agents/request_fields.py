@@ -14,7 +14,12 @@ from collections.abc import Collection, Mapping
 
 from slipstream.conf.json_files import JsonMapping
 
-HONOURED = frozenset({"model", "max_tokens", "max_completion_tokens", "n", "logprobs", "stream", "stream_options"})
+HONOURED = frozenset(
+    {
+        *("model", "max_tokens", "max_completion_tokens", "n", "logprobs", "stream", "stream_options"),
+        *("return_token_ids", "return_tokens_as_token_ids"),
+    }
+)
 HONOURED_OF_CHAT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
 HONOURED_OF_TEXT = frozenset({"prompt"})
 HARMLESS = frozenset(
@@ -29,6 +34,7 @@ FIXED = ("temperature", "top_p")
 """They are those with which the trainer computes log-probabilities: rollout.sampling.temperature, and no bound."""
 
 _NO_CONSTRAINTS = "constrained decoding"
+_OF_THE_TEMPLATE = "give it in chat_template_kwargs, as a variable of the model's chat template"
 _OF_THE_RUN = "rollout.sampling.{0} is for all requests"
 _OTHER_DISTRIBUTION = "the trainer's log-probabilities are of the model's own distribution"
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -46,8 +52,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("stop_token_ids", "bad_words", "functions", "documents"), ([],)),
     **dict.fromkeys(("logit_bias", "structured_outputs", "chat_template_kwargs"), ({},)),
     **dict.fromkeys(("use_beam_search", "watermarking", "echo", "ignore_eos", "continue_final_message"), (False,)),
-    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), (False,)),
-    **dict.fromkeys(("return_token_offsets", "return_prompt_text"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "return_token_offsets", "return_prompt_text"), (False,)),
     **dict.fromkeys(("parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
 }
@@ -63,6 +68,7 @@ _WHY: dict[str, str] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _OTHER_DISTRIBUTION),
     "allowed_token_ids": _OTHER_DISTRIBUTION,
     **dict.fromkeys(("response_format", "structured_outputs", "vllm_xargs"), _NO_CONSTRAINTS),
+    **dict.fromkeys(("enable_thinking", "reasoning_effort", "thinking"), _OF_THE_TEMPLATE),
     "functions": "the protocol's older form of tools",
     "function_call": "the protocol's older form of tool_choice",
     "top_logprobs": "log-probabilities are those of the sampled tokens (logprobs)",

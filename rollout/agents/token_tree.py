@@ -187,7 +187,11 @@ class TokenTree:
         self._went_on_from.add(place)
         return number, reason
 
-    def _context(self, number: int) -> list[int]:
+    def prompt(self, planned: Planned) -> list[int]:
+        """All tokens that the engine has before it samples."""
+        return [*self._context(planned.parent), *planned.token_ids]
+
+    def _context(self, number: int | None) -> list[int]:
         return context_of({i: (turn.parent, turn.tokens) for i, turn in enumerate(self._turns)}, number)
 
     def _reason_without_parent(self, messages: Sequence[Message], plain: Sequence[bytes]) -> str:

@@ -44,7 +44,7 @@ class Played:
     def _answer(self, *given: Any) -> Answer:
         self.asked.append(given)
         sampled = Sampled(6 + len(self.asked), [5, 2], [-0.5, -0.25], "stop")
-        return Answer(self.reply, sampled, 9, lambda tokens: {5: "4", 2: "\ud800"}[tokens[0]])
+        return Answer(self.reply, sampled, [4] * 9, lambda tokens: {5: "4", 2: "\ud800"}[tokens[0]])
 
 
 class World:
@@ -103,8 +103,8 @@ async def test_a_plain_prompt_is_text_or_tokens(world: World, logprobs: Any, are
         logprobs_of = {
             "tokens": ["4", "\ud800"],
             "token_logprobs": [-0.5, -0.25],
-            "top_logprobs": None,
-            "text_offset": [],
+            "top_logprobs": [{"4": -0.5}, {"\ud800": -0.25}],
+            "text_offset": [0, 1],
         }
         assert choice["logprobs"] == (logprobs_of if are_there else None)
     assert world.episode.asked == [("complete", "a", None), ("complete", [3, 0], None)]
@@ -162,6 +162,8 @@ async def test_a_stream_is_the_whole_answer_in_events(
         ({"messages": ASKED, "tool_choice": "required"}, True, "tool_choice: only"),
         ({"messages": ASKED, "logprobs": 1}, True, "logprobs must be true or false, got 1"),
         ({"messages": ASKED, "stream": "false"}, True, "stream must be true or false, got 'false'"),
+        ({"messages": ASKED, "return_token_ids": 1}, True, "return_token_ids must be true or false, got 1"),
+        ({"prompt": "a", "return_tokens_as_token_ids": "yes"}, False, "return_tokens_as_token_ids must be true or"),
         ({"messages": ASKED, "n": 0}, True, "n must be a whole number from 1 to 64, got 0"),
         ({"messages": ASKED, "n": MAX_CHOICES + 1}, True, "n must be a whole number from 1 to 64, got 65"),
         ({"messages": ASKED, "n": True}, True, "n must be a whole number"),
@@ -267,6 +269,8 @@ def test_a_field_that_would_be_ignored_is_refused_by_its_name() -> None:
         "top_k": "the model's own distribution",
         "continue_final_message": "session.complete",
         "guided_json": "constrained decoding",
+        "enable_thinking": "give it in chat_template_kwargs",
+        "reasoning_effort": "give it in chat_template_kwargs",
         "a_later_field": "it would be ign",
     }
     for name, reason in why.items():

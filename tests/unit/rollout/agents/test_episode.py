@@ -92,7 +92,7 @@ async def test_a_turn_is_what_was_given_and_said() -> None:
     assert table.chat.num_decoded < 6, "no token is decoded by itself before somebody wants its text"
     first = f"<|im_start|>user\none{END}\n<|im_start|>assistant\n"
     assert (answer.reply.content, answer.tokens) == ("first", [*"first", END])
-    assert answer.num_prompt_tokens == len(table.chat.encode(first))
+    assert answer.prompt_token_ids == table.chat.encode(first)
     assert answer.sampled.request == 70
     messages = [user("one"), answer.reply.message, user("two")]
     second = f"\n<|im_start|>user\ntwo{END}\n<|im_start|>assistant\n"
@@ -101,7 +101,7 @@ async def test_a_turn_is_what_was_given_and_said() -> None:
     assert table.engine.asked == [
         (None, first, 10_000 - len(table.chat.encode(first))), (70, second, 10_000 - len(whole))
     ]  # fmt: skip
-    assert answer.num_prompt_tokens == len(whole)
+    assert answer.prompt_token_ids == whole, "with what earlier turns had and said"
     assert table.episode.turns == [
         TurnRecord(70, None, "start", first, "first" + END), TurnRecord(71, 0, "", second, "cut o")
     ]  # fmt: skip
