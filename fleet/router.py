@@ -2,7 +2,8 @@
 
 Owns: the choice of the least loaded replica, the deadline of a request, and the next try: a worker whose request failed
 leaves service, and its group is sampled again on another one; a worker that is told to go, or whose engine has died,
-hands its responses over, and another one samples the rest. Does not own: the state of a replica and who may serve
+hands its responses over, and another one samples the rest; what a worker has for a controller that is gone is asked
+for there. Does not own: the state of a replica and who may serve
 (supervisor), when a group is sampled (loop/sampler.py).
 Invariant: a request goes only to a replica that serves.
 """
@@ -10,24 +11,29 @@ Invariant: a request goes only to a replica that serves.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
+from slipstream.conf.plural import counted
 from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.errors import WaitTimeout
-from slipstream.fleet.replicas import Replica, ReplicaState
+from slipstream.fleet.replicas import Replica, ReplicaState, RolloutHandle
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.fleet.waiting import wait_for
 from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
+from slipstream.rollout.worker_verbs import digest_of
 from slipstream.weight_sync.errors import ReplicaDirty
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Note = Callable[[str, str, float, int | None], None]
 """(who, what, since when, prompt)"""
 
-KEEP_S = 10.0
-"""Longest wait for a worker to say whether it keeps a version."""
+ANSWER_S = 10.0
+"""Longest wait for a worker to say whether it keeps a version, or what it has left."""
 
 
 class Router:
@@ -46,6 +52,8 @@ class Router:
         self._supervisor = supervisor
         self._request_timeout_s = request_timeout_s
         self._note = note
+        self._left: dict[bytes, list[Replica]] = {}
+        """What was asked for by a controller that is gone (digest_of) -> who has it, once for each time."""
 
     async def generate_group(
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
@@ -63,6 +71,8 @@ class Router:
         so_far: list[Rollout] = []
         while True:
             replica = await self._supervisor.roster.least_loaded()
+            if self._left and version is None and not so_far:
+                replica = self._who_has(digest_of(prompt, n, sampling)) or replica
             worker, num_updates = replica.worker, replica.num_updates
             replica.num_in_flight += 1
             began = time.time()
@@ -100,14 +110,45 @@ class Router:
             How many keep it. Those with merged weights cannot. One that fails here stays in service: sampling will
             tell.
         """
-        serving = [one for one in self._supervisor.roster.replicas.values() if one.state is ReplicaState.serving]
-        kept = await asyncio.gather(
-            *(asyncio.wait_for(one.worker.keep_version(version), KEEP_S) for one in serving), return_exceptions=True
+        kept = await self._answers(
+            lambda worker: worker.keep_version(version), f"about version {version}", ReplicaState.serving
         )
-        for replica, answer in zip(serving, kept, strict=True):
+        return sum(kept.values())
+
+    async def find_left(self) -> None:
+        """Ask workers which groups they have for the controller before this one."""
+        those_up = ReplicaState.pending, ReplicaState.serving
+        found = await self._answers(lambda worker: worker.groups_left(), "what it has left", *those_up)
+        for replica, digests in found.items():
+            for digest in digests:
+                self._left.setdefault(digest, []).append(replica)
+        if self._left:
+            num_groups = sum(map(len, self._left.values()))
+            logger.info("rollout workers have %s for the controller before", counted(num_groups, "group"))
+
+    def _who_has(self, asked: bytes) -> Replica | None:
+        """A worker that need not sample this anew, if one serves. It is named once for each group that it has."""
+        having = self._left.get(asked, [])
+        while having:
+            replica = having.pop(0)
+            if replica.state is ReplicaState.serving:
+                return replica
+        return None
+
+    async def _answers(
+        self, call: Callable[[RolloutHandle], Awaitable[T]], what: str, *states: ReplicaState
+    ) -> dict[Replica, T]:
+        """What workers in one of these states answer; of one that does not answer in time, a word in the log."""
+        asked = [one for one in self._supervisor.roster.replicas.values() if one.state in states]
+        calls = (asyncio.wait_for(call(one.worker), ANSWER_S) for one in asked)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        found: dict[Replica, T] = {}
+        for replica, answer in zip(asked, answers, strict=True):
             if isinstance(answer, BaseException):
-                logger.warning("%s did not answer about version %s: %r", replica.worker.name, version, answer)
-        return sum(answer is True for answer in kept)
+                logger.warning("%s did not answer %s: %r", replica.worker.name, what, answer)
+            else:
+                found[replica] = answer
+        return found
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Score one sequence on the least loaded serving replica; None when none serves, or another version.

@@ -110,6 +110,7 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
         if cluster.is_taken_over:
             checkpoints.discard_unfinished()
             await supervisor.find_again(cluster.trainer.known)
+            await router.find_left()
         await (controller.start(origin.checkpoint) if origin.living is None else controller.go_on(origin.living))
         startup.end()
         note_started(folder)

@@ -114,6 +114,9 @@ class WorkerOptions:
     keep_special_tokens: bool = False
     """Whether the text of responses contains special tokens."""
     batch_invariant: bool = False
+    num_versions_kept: int = 0
+    """For how many further versions a sampled group is kept for a controller that takes the run over (kept_groups.py).
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

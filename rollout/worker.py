@@ -18,18 +18,20 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from slipstream.conf.failures import undone_by
-from slipstream.conf.schema import PauseMode, SamplingConfig
+from slipstream.conf.schema import EvalSampling, PauseMode, SamplingConfig
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.base_replica import BaseReplica
 from slipstream.rollout.continuation import go_on_together
 from slipstream.rollout.engine.engine import EngineWithSlots, is_gone
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, TokenizerError
+from slipstream.rollout.kept_groups import KeptGroups
 from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
 from slipstream.rollout.text.plain_text import TOKENIZER_FILE, load_tokenizer
 from slipstream.rollout.types import (
@@ -43,7 +45,7 @@ from slipstream.rollout.types import (
     Rollout,
     WorkerOptions,
 )
-from slipstream.rollout.worker_verbs import StartStatus
+from slipstream.rollout.worker_verbs import StartStatus, digest_of
 from slipstream.weight_sync.errors import PlanMismatch
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.record.layout_wire import layouts_digest
@@ -93,6 +95,7 @@ class RolloutWorker:
             batch_invariant=options.batch_invariant,
         )  # fmt: skip
         self.base = BaseReplica(self.engine, options.weight_sync, options.key, host)
+        self.kept = KeptGroups(options.num_versions_kept, self._newest)
         self._skip_special_tokens = not options.keep_special_tokens
         self._is_going = False
         self._told = asyncio.Event()
@@ -204,7 +207,20 @@ class RolloutWorker:
             )
         if self._is_going:
             return list(so_far) or [NOTHING_YET] * n
-        sampling = sampling or self._sampling
+        sample = partial(self._sample, prompt, n, sampling or self._sampling, version, so_far, seed)
+        if so_far or version is not None or isinstance(sampling, EvalSampling):
+            return await sample()
+        return await self.kept.sample(digest_of(prompt, n, sampling), sample)
+
+    async def _sample(
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingConfig,
+        version: int | None,
+        so_far: Sequence[Rollout],
+        seed: int | None,
+    ) -> list[Rollout]:
         seed = sampling.seed if seed is None else seed
         if self.adapter_replica is not None:
             rollouts = await self.adapter_replica.sample(
@@ -226,6 +242,14 @@ class RolloutWorker:
             # pause_mode=abort ended the group. Siblings should have one version, so all of them start anew.
             so_far = ()
             await self.base.serving.wait()
+
+    def _newest(self) -> int:
+        """The version that new requests sample from."""
+        return self.engine.version if self.adapter_replica is None else self.adapter_replica.version
+
+    async def groups_left(self) -> list[bytes]:
+        """RolloutVerbs.groups_left."""
+        return self.kept.left()
 
     def tell_to_go(self, who: str) -> None:
         """Let told_to_go() return."""
@@ -303,6 +327,7 @@ class RolloutWorker:
 
     async def stop(self) -> None:
         """Close the endpoint and end the engine. Idempotent."""
+        self.kept.close()
         await self.base.close()
         if self._adapter_endpoint is not None:
             await self._adapter_endpoint.close()

@@ -187,7 +187,7 @@ async def _serve(connection: socket.socket, options: WorkerOptions, seed: int, h
     channel = await Channel.over(connection)
     try:
         worker = _make(options, seed, host)
-        server = CallServer(worker, WorkerVerbs, options.key, host=host)
+        server = CallServer(worker, WorkerVerbs, options.key, host=host, another_came=worker.kept.hand_on)
         await server.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.tell_to_go, "SIGTERM")
         notice = options.config.notice

@@ -8,6 +8,7 @@ msgpack (weight_sync/calls). Does not own: what trainer ranks ask at a publish, 
 """
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol, Self
@@ -19,6 +20,7 @@ from slipstream.rollout.errors import EngineDied, EngineError
 from slipstream.rollout.types import Progress, Prompt, Rollout
 from slipstream.weight_sync.calls.connection import Connection, calls
 from slipstream.weight_sync.replica.recovery import Offer, Pulled
+from slipstream.weight_sync.typed_msgpack import pack
 
 
 class SentPrompt(msgspec.Struct, array_like=True):
@@ -47,6 +49,12 @@ class SentSampling(msgspec.Struct, array_like=True):
 
     def value(self) -> SamplingConfig | None:
         return self.evaluation or self.training
+
+
+def digest_of(prompt: Prompt, n: int, sampling: SamplingConfig | None) -> bytes:
+    """What is asked for, in 16 bytes: equal ones for equal requests."""
+    sent = pack((SentPrompt.of(prompt), n, SentSampling.of(sampling)))
+    return hashlib.blake2b(sent, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,10 @@ class RolloutVerbs(Protocol):
             ReplicaNotServing: The weights are not of one committed version right now. Nothing was sampled.
             EngineError: The engine refused or failed the request.
         """
+        ...
+
+    async def groups_left(self) -> list[bytes]:
+        """What a controller that is gone had asked for (digest_of), and generate_group() need not sample again."""
         ...
 
     async def told_to_go(self) -> str:

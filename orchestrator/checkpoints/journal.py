@@ -46,8 +46,8 @@ class Journal:
 
 
 def write_journal(folder: RunFolder, journal: Journal) -> None:
-    """In the place of the one before. Of groups that wait for their step it holds the prompts alone: they are sampled
-    again. Their tokens would be megabytes at every step. Raises RunTakenOver."""
+    """In the place of the one before. Of groups that wait for their step it holds the prompts alone: workers keep
+    their tokens (rollout/kept_groups.py), which would be megabytes at every step. Raises RunTakenOver."""
     check_own(folder)
     buffer = journal.state.buffer
     prompts = {ticket: group.prompt for ticket, group in buffer.groups.items()}

@@ -72,6 +72,7 @@ class RolloutWorkers:
         self.workers: dict[str, RayRolloutWorker] = {}
         """By the name that each had first, without those that have gone; after `start`."""
         self.rooms = rooms
+        may_outlive = run.cluster.is_own and config.weight_sync.enabled and config.run.num_steps > 0
         self._config, self._cluster, self._startup = config, run.cluster, run.startup
         self._is_one_node = run.is_one_node
         self._check_node = check_node
@@ -91,6 +92,7 @@ class RolloutWorkers:
             routing=routing_shape(config, hf_config),
             keep_special_tokens=config.reward.keep_special_tokens,
             batch_invariant=config.is_bitwise,
+            num_versions_kept=config.algorithm.max_staleness_steps + 1 if may_outlive else 0,
         )
 
     async def start(self, num_workers: int, nodes: Iterable[str]) -> None:

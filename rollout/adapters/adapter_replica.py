@@ -89,6 +89,11 @@ class AdapterReplica:
         return len(self._ranks)
 
     @property
+    def version(self) -> int:
+        """The newest committed one; -1: there is none yet."""
+        return -1 if self._table.newest is None else self._table.newest.version
+
+    @property
     def _hands_over(self) -> bool:
         """Whether another worker goes on with requests that are ended, as they are."""
         return self.is_going or is_gone(self._engine)
@@ -138,7 +143,7 @@ class AdapterReplica:
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Engine.score under `version`; None when it is not the newest one."""
-        if self._table.newest is None or self._table.newest.version != version:
+        if self.version != version:
             return None
         with self._table.lease() as adapter:
             return await self._engine.score(token_ids, adapter)

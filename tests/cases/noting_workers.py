@@ -30,6 +30,7 @@ def worker_of(
     adapters: AdapterSlotsSpec | None = None,
     *,
     keep_special_tokens: bool = False,
+    num_versions_kept: int = 0,
     make_engine: Callable[..., Any] = VllmEngine,
     **sync: Any,
 ) -> RolloutWorker:
@@ -37,7 +38,7 @@ def worker_of(
         folder=folder, config=RolloutConfig(sampling=SamplingConfig(max_tokens=8)),
         weight_sync=WeightSyncConfig(**sync), dtype=DType.float32, device=Device.cpu,
         tensors=[TensorMeta("w", (2,), "float32")], key=b"k" * 16, adapters=adapters,
-        keep_special_tokens=keep_special_tokens,
+        keep_special_tokens=keep_special_tokens, num_versions_kept=num_versions_kept,
     )  # fmt: skip
     return RolloutWorker(options, seed=0, make_engine=make_engine)
 

@@ -41,9 +41,15 @@ class FakeWorker(Watched):
         """Hands over: the first of two tokens was sampled."""
         self.num_done = 0
         """... but for so many responses, which have both."""
+        self.groups_kept: list[bytes] = []
+        """For a controller that is gone."""
 
     async def keep_version(self, version: int | None) -> bool:
         return False
+
+    async def groups_left(self) -> list[bytes]:
+        await self._reached("groups_left")
+        return self.groups_kept
 
     async def told_to_go(self) -> str:
         await self.told.wait()

@@ -87,16 +87,25 @@ class CallServer:
         protocol: Declares them.
         host: Address to bind: loopback unless client and server are on different machines.
         has_one_client: When another one calls, the one before is gone, and what it asked is given up.
+        another_came: Called then, before its first call.
     """
 
     def __init__(
-        self, target: object, protocol: type, key: bytes, *, host: str = "127.0.0.1", has_one_client: bool = True
+        self,
+        target: object,
+        protocol: type,
+        key: bytes,
+        *,
+        host: str = "127.0.0.1",
+        has_one_client: bool = True,
+        another_came: Callable[[], None] = lambda: None,
     ) -> None:
         self._target = target
         self._key = key
         self._host = host
         self._verbs = verbs_of(protocol)
         self._has_one_client = has_one_client
+        self._another_came = another_came
         self.address = ""
         """Where clients reach it, after start()."""
         self._context: zmq.asyncio.Context | None = None
@@ -140,6 +149,7 @@ class CallServer:
                 for task in self._asked:
                     task.cancel()
                 self._client, self._asked = peer, set()
+                self._another_came()
             task = self._begin(self._answer(socket, peer, b"".join(frames)))
             if self._has_one_client:
                 self._asked.add(task)

@@ -13,11 +13,12 @@ from fakes.world import World
 from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState
-from slipstream.fleet.router import KEEP_S, Router
+from slipstream.fleet.router import ANSWER_S, Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
+from slipstream.rollout.worker_verbs import digest_of
 from slipstream.weight_sync.errors import ReplicaDirty
 
 PROMPT = Prompt(0, (1,), "p")
@@ -248,7 +249,7 @@ async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_c
 
     for worker, answer in zip(workers, (True, True, False, ConnectionError("lost"), None, True), strict=True):
         answers(worker, answer)
-    assert await asyncio.wait_for(router.keep_version(7), 2 * KEEP_S) == 2
+    assert await asyncio.wait_for(router.keep_version(7), 2 * ANSWER_S) == 2
     assert sorted(asked) == [(number, 7) for number in range(5)]
     assert supervisor.roster.num_serving == 5
 
@@ -294,3 +295,36 @@ async def test_a_worker_that_fails_after_a_publish_or_a_restart_is_not_blamed() 
         assert len(await router.generate_group(PROMPT, 2)) == 2
         assert supervisor.roster.num_serving == 1
     assert router.num_failed_groups == 1, "a request that crossed a publish did not fail"
+
+
+async def test_a_group_of_the_controller_before_is_asked_for_where_it_is_once_while_that_worker_serves() -> None:
+    supervisor, workers = supervised(3)
+    router = Router(supervisor, request_timeout_s=60)
+    other, greedy = Prompt(1, (1,), "p"), SamplingConfig(temperature=0.0)
+    workers[2].groups_kept = [digest_of(PROMPT, 2, None)] * 2 + [digest_of(other, 2, None)]
+    workers[1].groups_kept = [digest_of(PROMPT, 1, greedy), digest_of(other, 1, greedy)]
+    await router.find_left()  # before the publish with which a resumed run begins: nobody serves yet
+    await serve(supervisor)
+    await supervisor.fail(supervisor.roster.replicas["rollout-0"], "it must not be asked at all")
+    for _ in range(3):
+        await router.generate_group(PROMPT, 2)
+    await router.generate_group(other, 2, None, 0)  # of another version: nobody keeps it
+    assert [worker.num_groups for worker in workers] == [0, 2, 2]
+    await supervisor.fail(supervisor.roster.replicas["rollout-2"], "it is gone, and what it had")
+    await router.generate_group(other, 2)
+    await router.generate(PROMPT, greedy)
+    assert [worker.num_groups for worker in workers] == [0, 4, 2]
+
+
+@on_jumping_clock
+async def test_a_worker_that_does_not_say_what_it_has_left_costs_nobody() -> None:
+    router, _, workers = await routed(2)
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    workers[0].before["groups_left"] = hang
+    workers[1].groups_kept = [digest_of(PROMPT, 2, None)]
+    await asyncio.wait_for(router.find_left(), 2 * ANSWER_S)
+    await router.generate_group(PROMPT, 2)
+    assert [worker.num_groups for worker in workers] == [0, 1]

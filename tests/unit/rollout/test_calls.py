@@ -310,6 +310,8 @@ async def test_what_a_client_asked_is_given_up_when_another_one_comes_in_its_pla
 ) -> None:
     waits = await asked(worker, client)
     given_up = list(server._asked)
+    came: list[int] = []
+    server._another_came = lambda: came.append(len(worker.asked))
     another = WorkerClient.at(server.address, KEY)
     worker.may_answer = asyncio.Event()
     worker.may_answer.set()
@@ -317,6 +319,7 @@ async def test_what_a_client_asked_is_given_up_when_another_one_comes_in_its_pla
     assert await ask(another) == worker.sampled
     assert [task.cancelled() for task in given_up] == [True] and not waits.done() and not caplog.records
     assert await ask(another) == worker.sampled
+    assert came == [1], "once, and before what the other one asks is answered"
     waits.cancel()
     another.connection.close()
 

@@ -17,12 +17,23 @@ from fakes.model_engine import BINDING, REPLIES
 
 import slipstream.rollout.base_replica
 import slipstream.rollout.engine.vllm_process
-from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from slipstream.conf.schema import (
+    Device,
+    DType,
+    EvalSampling,
+    EvalSamplingConfig,
+    PauseMode,
+    RolloutConfig,
+    SamplingConfig,
+    WeightSyncConfig,
+)
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
-from slipstream.rollout.types import ABORTED, WorkerOptions
+from slipstream.rollout.types import ABORTED, Prompt, WorkerOptions
 from slipstream.rollout.worker_process import with_its_share
+from slipstream.rollout.worker_verbs import WorkerClient, WorkerVerbs, digest_of
+from slipstream.weight_sync.calls.server import CallServer
 from slipstream.weight_sync.errors import IntegrityError, ProtocolError, StaleEpoch
 from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.replica.clients import ReplicaClients
@@ -308,3 +319,49 @@ async def test_a_sequence_is_scored_by_one_version_or_by_none(tmp_path):
     assert [await worker.score([1, 2], version) for version in (0, 1)] == [[-1.0], None]
     engine.while_it_scores = partial(publish, worker, 1, 2)
     assert await worker.score([1, 2], 0) is None, "a publish came between"
+
+
+async def test_a_group_that_was_sampled_for_a_controller_that_is_gone_is_not_sampled_again(tmp_path: Path) -> None:
+    """Asked over the socket, from another process's view: the second client takes the place of the first."""
+    worker, engine = make(tmp_path, num_versions_kept=1)
+    await publish(worker, 0, 1)
+    key = b"k" * 32
+    server = CallServer(worker, WorkerVerbs, key, another_came=worker.kept.hand_on)
+    address = await server.start()
+    former, later = WorkerClient.at(address, key), WorkerClient.at(address, key)
+    evaluation = EvalSampling(max_tokens=4, drawing=EvalSamplingConfig())
+    done = await former.generate_group(PROMPT, 2)
+    await former.generate_group(PROMPT, 2, evaluation)
+    await former.generate_group(PROMPT, 2, None, 0)
+    await former.generate_group(PROMPT, 2, None, None, done)
+    engine.gate.clear()
+    under_way = asyncio.create_task(former.generate_group(PROMPT, 3, SamplingConfig(max_tokens=5)))
+    while len(engine.requests) < 4:
+        await asyncio.sleep(0.01)
+    assert sorted(await later.groups_left()) == sorted(
+        [digest_of(PROMPT, 2, None), digest_of(PROMPT, 3, SamplingConfig(max_tokens=5))]
+    )
+    assert await later.generate_group(PROMPT, 2) == done
+    again = asyncio.create_task(later.generate_group(PROMPT, 3, SamplingConfig(max_tokens=5)))
+    await asyncio.sleep(0.05)
+    engine.gate.set()
+    assert len(await again) == 3
+    assert await later.groups_left() == []
+    await later.generate_group(PROMPT, 2, evaluation)
+    assert engine.requests == [(2, 8), (2, 4), (2, 8), (3, 5), (2, 4)], "evaluations and kept versions are sampled anew"
+    under_way.cancel()
+    for client in (former, later):
+        client.connection.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "sampling"),
+    [
+        (Prompt(1, (1, 5), "a"), 2, None), (Prompt(0, (5, 1), "a"), 2, None), (PROMPT, 3, None),
+        (PROMPT, 2, SamplingConfig(seed=1)), (PROMPT, 2, EvalSampling(drawing=EvalSamplingConfig())),
+    ],
+)  # fmt: skip
+def test_unequal_requests_are_told_apart(prompt: Prompt, n: int, sampling: SamplingConfig | None) -> None:
+    assert digest_of(PROMPT, 2, None) == digest_of(Prompt(0, (1, 5), "other text", {"answer": "a"}), 2, None)
+    assert digest_of(prompt, n, sampling) != digest_of(PROMPT, 2, None)

@@ -1,0 +1,129 @@
+"""Groups that a controller asked for, kept for the one that takes its place when it is killed.
+
+    controller    asks for a group --> sample() --> a task samples it; its result is kept
+    another one   calls the worker --> hand_on()
+                  asks for the same group --> sample() --> what that task has, or will have
+
+It asks for every group that its predecessor had not trained on: those under way, and those that waited for their step
+(docs/decisions/0042). Engines went on with them meanwhile.
+
+Owns: what is kept, how long, and who gets it. Does not own: sampling (worker.py), when another controller is there
+(weight_sync/calls/server.py), or which worker it asks (fleet/router.py).
+Invariant: what one controller asked for goes to the next one alone, once, for an equal request, and only while the
+worker has not gone back to an older version.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.rollout.types import ABORTED, Rollout
+
+MOST_TOKENS = 4_000_000
+"""Of results that are kept. With the routes of 48 layers and 8 experts they take some 2 GB."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    asked: bytes
+    task: asyncio.Task[list[Rollout]]
+    num_tokens: int = 0
+    """Of its result, once a controller had it."""
+
+
+class KeptGroups:
+    """See the module's docstring. All methods belong to one event loop.
+
+    Args:
+        num_versions: A result is kept until so many further versions have been committed; 0: nothing is kept.
+        version: The newest committed version.
+    """
+
+    def __init__(self, num_versions: int, version: Callable[[], int]) -> None:
+        self._num_versions = num_versions
+        self._version = version
+        self._own: deque[_Group] = deque()
+        """Asked for by the controller that is there, oldest first."""
+        self._num_tokens = 0
+        """Of their results."""
+        self._left: dict[bytes, list[_Group]] = {}
+        """Asked for by the one before."""
+        self._left_at = -1
+        """The version when it left."""
+
+    async def sample(self, asked: bytes, sample: Callable[[], Coroutine[Any, Any, list[Rollout]]]) -> list[Rollout]:
+        """What an earlier controller's equal request led to, or else what `sample` returns.
+
+        Args:
+            asked: Tells equal requests from others.
+        """
+        if self._num_versions == 0:
+            return await sample()
+        group = self._taken(asked)
+        if group is None:
+            group = _Group(asked, asyncio.create_task(sample()))
+            group.task.add_done_callback(_is_good)  # nobody may ask for it again, and an error is no news then
+        self._own.append(group)
+        rollouts = await asyncio.shield(group.task)
+        group.num_tokens = sum(len(one.token_ids) for one in rollouts)
+        self._num_tokens += group.num_tokens
+        self._forget()
+        return rollouts
+
+    def hand_on(self) -> None:
+        """Another controller is there."""
+        self._drop_left()
+        for group in self._own:
+            self._left.setdefault(group.asked, []).append(group)
+        self._left_at = self._version()
+        self._own.clear()
+        self._num_tokens = 0
+
+    def left(self) -> list[bytes]:
+        """What the controller before has asked for, and this one has not: once for each time."""
+        return [group.asked for groups in self._left.values() for group in groups]
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._drop_left()
+        for group in self._own:
+            group.task.cancel()
+
+    def _taken(self, asked: bytes) -> _Group | None:
+        """Out of what is left, the oldest one that came to something, or may."""
+        if not 0 <= self._version() - self._left_at <= self._num_versions:
+            self._drop_left()
+        groups = self._left.get(asked, [])
+        while groups:
+            group = groups.pop(0)
+            if not group.task.done() or _is_good(group.task):
+                return group
+        return None
+
+    def _drop_left(self) -> None:
+        for groups in self._left.values():
+            for group in groups:
+                group.task.cancel()
+        self._left.clear()
+
+    def _forget(self) -> None:
+        """The oldest ones, which must have been trained on, and what is too much."""
+        while self._own and (task := self._own[0].task).done():
+            is_needed = _is_good(task) and self._version() - _version_of(task.result()) <= self._num_versions
+            if is_needed and self._num_tokens <= MOST_TOKENS:
+                return
+            self._num_tokens -= self._own.popleft().num_tokens
+
+
+def _is_good(task: asyncio.Task[list[Rollout]]) -> bool:
+    """Whether a task that is done has a group that came to its end."""
+    if task.cancelled() or task.exception() is not None:
+        return False
+    return all(one.finish_reason != ABORTED for one in task.result())
+
+
+def _version_of(rollouts: list[Rollout]) -> int:
+    """That of the last token."""
+    return max(one.policy_versions[-1] for one in rollouts if one.policy_versions)
