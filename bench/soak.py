@@ -3,6 +3,7 @@
     python bench/soak.py --steps 1000 --every 60           the quick start's model, an event every minute
     python bench/soak.py --steps 5000 --every 0            the same without events
     python bench/soak.py --shape 30b --quiet 8 --for 540   two GPUs: all of Qwen3-30B-A3B, ended after nine minutes
+    python bench/soak.py --shape 8b --quiet 12 --for 740   two GPUs: Qwen3-8B on one, three engines on the other
 
 Every ten seconds it adds up, over all processes of the run, memory (each shared page counted once), descriptors,
 threads and listening ports, and counts files in /dev/shm of this user. `by_process` has, for all processes of a name,
@@ -42,6 +43,7 @@ sys.path[0] = str(ROOT)
 from bench import recovery  # noqa: E402
 from bench.chaos_matrix import ALWAYS, MODULE, POLICY, RESULTS, checks_of  # noqa: E402
 from bench.environment import environment  # noqa: E402
+from bench.parity_shapes import COMMON, QWEN3_8B  # noqa: E402
 from bench.recovery_phases import SHARE, recovery_of  # noqa: E402
 from slipstream.orchestrator.chaos.victims import Kind, victims_of  # noqa: E402
 from slipstream.orchestrator.control.control_folder import how_it_ended, is_alive  # noqa: E402
@@ -66,7 +68,16 @@ SHAPES = {
         *recovery.SHAPES["30b"], *recovery.ENDLESS, *ALWAYS, "run.checkpoint_every_steps=0", "run.samples_per_step=16",
         "rollout.max_restarts=100", "rollout.num_workers=1", "reward.kind=bench.loops.reward:is_even",
     ],
+    "8b": [
+        "experiment=qwen3_moe_2gpu", "model=checkpoint", "model.init=random", "model.tokenizer=characters",
+        "model.dtype=bfloat16", *recovery.ENDLESS, *ALWAYS, "run.checkpoint_every_steps=0", "run.samples_per_step=16",
+        "rollout.max_restarts=100", "rollout.num_workers=3", "rollout.workers_per_gpu=3", "rollout.max_model_len=528",
+        "rollout.sampling.max_tokens=512", "algorithm.groups_per_step=8", "algorithm.max_staleness_steps=3",
+        "trainer.activations=keep", "trainer.max_microbatch_tokens=13568", "reward.kind=bench.loops.reward:is_even",
+    ],
 }  # fmt: skip
+MODELS = {"8b": COMMON | QWEN3_8B | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36}}
+"""config.json of the shapes whose options name no model."""
 
 
 def main() -> None:
@@ -112,6 +123,10 @@ def begin(arguments: argparse.Namespace) -> tuple[subprocess.Popen[bytes], Path,
     """The run's command, its folder, and when it was called."""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     own = [f"run.dir={arguments.folder}", f"run.num_steps={arguments.steps}", *arguments.words]
+    if (model := MODELS.get(arguments.shape)) is not None:
+        own.append(f"model.path={arguments.folder / 'model'}")
+        (arguments.folder / "model").mkdir(exist_ok=True)
+        (arguments.folder / "model" / "config.json").write_text(json.dumps(model))
     with (arguments.folder / "said.txt").open("w") as said:
         command = [*MODULE, "train", *SHAPES[arguments.shape], *own]
         run = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
