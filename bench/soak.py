@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--victims", default="engine,worker,trainer,reward")
     parser.add_argument("--what", default="kill,stop,term")
     parser.add_argument("--when", default="sampling,publish,verify,checkpoint,recovery")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("words", nargs="*", help="options of the run")
     arguments = parser.parse_args()
     run, folder, began = begin(arguments)
@@ -151,7 +152,7 @@ def write(arguments: argparse.Namespace, folder: Path, began: float, samples: li
     """Everything that is known, into the file of results."""
     events = read_rows(folder / "chaos.jsonl")
     result = {
-        "environment": environment(), "arguments": {k: str(v) for k, v in vars(arguments).items()},
+        "environment": environment(arguments.commit), "arguments": {k: str(v) for k, v in vars(arguments).items()},
         "end": how_it_ended(folder.resolve()), "seconds": time.time() - began,
         "checks": checks_of(folder, is_policy=True), "goodput": goodput(folder, events),
         "returned": [
