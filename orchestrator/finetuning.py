@@ -40,7 +40,6 @@ async def finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray) 
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
         startup = Startup(folder.startup, partial(show_start, progress, folder))
-        stack.callback(note_started, folder)
         stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
         cluster = await stack.enter_async_context(Cluster(config, folder, startup, ray.own))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then

@@ -62,7 +62,6 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
         startup = Startup(folder.startup, partial(show_start, progress, folder))
-        stack.callback(note_started, folder)
         stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
         rewards, teacher, episodes = _judges(stack, config, folder, model.folder)
         left = None if ray.left is None else ray.left.processes

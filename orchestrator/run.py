@@ -14,13 +14,15 @@ from typing import Any
 
 from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import Objective, RunConfig
+from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.checkpoints.journal import Journal, read_journal
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
 from slipstream.orchestrator.control.control_folder import alive, note_end
-from slipstream.orchestrator.control.run_state import note_start
+from slipstream.orchestrator.control.run_state import note_start, note_started
 from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.errors import DiskFull
+from slipstream.orchestrator.files.claim import is_own
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
@@ -64,7 +66,7 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
         for package in changed_packages(folder):
             logger.info("resumed with another %s", package)
         try:
-            with undone_by(_log_early_end), naming_a_full_disk(folder.root):
+            with undone_by(_log_early_end), naming_a_full_disk(folder.root), undone_by(_putting_back(folder)):
                 write_description(folder, config, overrides)  # under the lock: they may be another process's
                 keep_sources(folder, config)
                 result = asyncio.run(_beside_ray(train, config, folder, log, left, must_end=bool(changes)))
@@ -72,6 +74,20 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
             raise DiskFull(f"{error}; {_what_is_saved(folder)}") from error
         log.say(result.summary())
     return result
+
+
+def _putting_back(folder: RunFolder) -> Callable[[BaseException], None]:
+    """What is called with whatever ends the run. If that ends a resume before its start is over, the folder describes
+    the run as it did before: options that were refused are not those of the next resume."""
+    before = {file: file.read_bytes() for file in (folder.config, folder.environment) if file.is_file()}
+
+    def put_back(_: BaseException) -> None:
+        if folder.starting.exists() and is_own(folder):
+            for file, content in before.items():
+                write_whole(file, content)
+        note_started(folder)
+
+    return put_back
 
 
 def _log_early_end(error: BaseException) -> None:

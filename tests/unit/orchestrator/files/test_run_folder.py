@@ -12,10 +12,12 @@ import yaml
 from cases.largest_file import largest_file
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
+from slipstream.conf.schema import ClusterConfig, LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
 from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.control.run_state import note_started
 from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.files.run_folder import (
+    RunFolder,
     changed_options,
     changed_packages,
     follow_latest,
@@ -123,6 +125,30 @@ def test_a_run_whose_description_is_damaged_can_be_resumed(tmp_path: Path, left:
     folder.config.write_bytes(left)
     (line,) = changed_options(folder, RunConfig())
     assert f"{folder.config} cannot be read" in line
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_options_of_a_resume_become_the_runs_own_when_its_start_is_over(
+    has_started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    write_description(folder, RunConfig(), [])
+    before = folder.config.read_text(), folder.environment.read_text()
+    seen: list[int] = []
+
+    async def refused(config: RunConfig, folder: RunFolder, *_: object) -> None:
+        seen.append(yaml.safe_load(folder.config.read_text())["run"]["seed"])  # other machines compare it
+        if has_started:
+            note_started(folder)
+        raise ConfigError("no")
+
+    monkeypatch.setattr("slipstream.orchestrator.run.reinforce", refused)
+    section = RunSection(dir=str(tmp_path), resume=str(folder.root), seed=7)
+    with pytest.raises(ConfigError, match="no"):
+        run(RunConfig(run=section, cluster=ClusterConfig(ray_address="elsewhere")), ["run.seed=7"], folder)
+    assert seen == [7]
+    assert ((folder.config.read_text(), folder.environment.read_text()) == before) is not has_started
+    assert not folder.starting.exists()
 
 
 def test_a_run_under_way_keeps_its_description_when_it_is_resumed_again(tmp_path: Path) -> None:
