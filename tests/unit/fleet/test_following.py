@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
+from fakes.clock import on_jumping_clock
 from fakes.fleet import FakeFleet, until
 from fakes.workers import FakeWorker
 
@@ -247,6 +248,30 @@ async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_thos
     assert await at(159.0)
     assert not await at(160.0)
     following.cancel()
+
+
+@pytest.mark.parametrize("patience_s", [30.0, 600.0])
+@on_jumping_clock
+async def test_a_supervisor_follows_with_the_patience_that_it_was_given_until_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(following_module, "time", SimpleNamespace(monotonic=loop.time))
+    machines = Machines({"m0": 0}, (1, 2), 1)
+    await machines.publish()
+    machines.supervisor.follow(patience_s=patience_s)
+    await asyncio.sleep(0)
+    machines.gate.clear()
+    del machines.free["m0"]
+    await machines.supervisor.fail(machines.replica(0), "its machine is gone")
+    began = loop.time()
+    with pytest.raises(NoReplicasLeft):
+        await machines.supervisor.roster.least_loaded()
+    assert patience_s - 5 <= loop.time() - began <= patience_s + 10, "it looks every 5 s"
+    await machines.supervisor.close()
+    machines.free["m1"] = 1
+    await asyncio.sleep(60)
+    assert machines.states == [S.gone], "nobody looks any longer"
 
 
 async def test_room_that_another_run_took_is_looked_for_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """Locks: which replica is asked, and what a failed request costs."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fakes.workers import FakeWorker
 from fakes.world import World
 
 from slipstream.conf.schema import SamplingConfig
+from slipstream.fleet import router as router_module
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import ANSWER_S, Router
@@ -183,6 +185,23 @@ async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> 
     assert sorted(activity.who for activity in activities.take()) == ["rollout-0"] * 2 + ["rollout-1"] * 3
 
 
+async def test_each_try_is_noted_from_its_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(router_module, "time", SimpleNamespace(time=lambda: clock.now))
+    supervisor, workers = supervised(2)
+    noted: list[tuple[object, ...]] = []
+    router = Router(supervisor, request_timeout_s=60, note=lambda *row: noted.append(row))
+    await serve(supervisor)
+
+    async def dies() -> None:
+        clock.now += 5
+        raise ConnectionError("it died")
+
+    workers[0].before["generate_group"] = dies
+    await router.generate_group(Prompt(7, (1,), "p"), 2)
+    assert noted == [("rollout-0", "sample", 100.0, 7), ("rollout-1", "sample", 105.0, 7)]
+
+
 async def test_a_group_that_is_given_up_is_cancelled_at_its_worker() -> None:
     router, supervisor, workers = await routed(1)
     workers[0].gate = asyncio.Event()
@@ -267,6 +286,7 @@ async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_no
     with pytest.raises(ConnectionError):
         await router.score([1, 5, 2], 0)
     assert supervisor.roster.num_serving == 2
+    assert [one.num_in_flight for one in supervisor.roster.replicas.values()] == [1, 0]
 
 
 async def test_a_worker_that_fails_after_a_publish_or_a_restart_is_not_blamed() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from fakes.clock import on_jumping_clock
 from fakes.fleet import until
 from fakes.restarts import PROMPT, Cast, broken_link, serving, turns
 from fakes.trainer import outcome
@@ -229,6 +230,18 @@ async def test_a_call_of_the_process_before_that_fails_late_costs_its_successor_
     go_on.set()
     await turns()
     assert cast.states == [S.serving, S.serving] and cast.num_started == 2
+
+
+@on_jumping_clock
+async def test_each_call_of_a_recovery_is_waited_for_as_long_as_was_said() -> None:
+    """Here the worker lets nobody read into it, and then does not say where its base goes either."""
+    cast = await serving(recovery_timeout_s=40.0, backoff_s=7.0, max_restarts=1)
+    silent = {"pull": asyncio.Event().wait, "base_wanted_at": asyncio.Event().wait}
+    cast.prepare = lambda worker: worker.before.update(silent)  # type: ignore[arg-type]
+    began = asyncio.get_running_loop().time()
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.out, every_s=1.0)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(80, abs=1)
 
 
 async def test_the_pause_after_a_failed_attempt_doubles(monkeypatch: pytest.MonkeyPatch) -> None:

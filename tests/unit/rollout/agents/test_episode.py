@@ -20,6 +20,7 @@ from slipstream.rollout.agents.episode import (
     TurnRecord,
 )
 from slipstream.rollout.agents.failures import TOKENS, TURNS
+from slipstream.rollout.errors import DataError
 
 END = "<|im_end|>"
 AMPLE = Limits(max_turns=100, max_tokens=10_000, max_turn_tokens=10_000, max_model_len=10_000)
@@ -125,6 +126,49 @@ async def test_options_of_a_request_go_before_those_of_the_episode() -> None:
     episode.check([user("one")], (), {"one": "x"})
     await episode.chat([user("one")])
     assert noted == [{"one": "x", "two": "b"}] * 2 + [{"one": "a", "two": "b"}]
+
+
+async def test_tools_are_rendered_and_looked_for_in_the_answer() -> None:
+    class Noting(Chat):
+        def render(self, messages: Any, tools: Any, options: Any = None) -> str:
+            noted.append(tools)
+            return super().render(messages, tools, options)
+
+        def reply(self, sampled: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
+            noted.append(tools)
+            return super().reply(sampled, tools)
+
+    noted: list[Any] = []
+    chat, tools = Noting("chatml"), [{"type": "function", "function": {"name": "add"}}]
+    episode = Episode(3, chat, AMPLE, Engine(chat).generate)  # type: ignore[arg-type]
+    await episode.chat([user("one")], tools)
+    assert noted == [tools] * 2
+
+
+NOBODYS = 1 << 33
+
+
+@pytest.mark.parametrize("prompt", [[1, NOBODYS], "a text of that token"])
+async def test_a_token_that_the_model_does_not_have_is_refused_and_costs_no_turn(prompt: str | list[int]) -> None:
+    class Small(Chat):
+        def encode_prompt(self, text: str) -> list[int]:
+            return [NOBODYS]
+
+        def check_tokens(self, token_ids: Sequence[int]) -> None:
+            if NOBODYS in token_ids:
+                raise DataError("no such token")
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            if NOBODYS in token_ids:
+                raise OverflowError("as a tokenizer says it")
+            return super().decode(token_ids)
+
+    chat = Small("chatml")
+    engine = Engine(chat)
+    episode = Episode(3, chat, AMPLE, engine.generate)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no such token"):
+        await episode.complete(prompt)
+    assert engine.asked == [] and (episode.turns, episode.reached) == ([], "")
 
 
 async def test_a_plain_prompt_goes_on_too_and_leaves_no_message_behind() -> None:

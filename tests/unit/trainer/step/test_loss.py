@@ -385,8 +385,16 @@ def test_sft_loss_is_cross_entropy_over_the_counted_tokens(normalization):
     tokens = CountedTokens(zeros, zeros, lengths, *numbered(lengths.tolist()), torch.zeros(4, dtype=torch.int64))
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
     algorithm = AlgorithmConfig(normalization=normalization)
-    result = sft_loss(logprobs, zeros, tokens, algorithm, Denominators(4, 2, 0))
+    entropy = torch.tensor([0.5, 1.0, 2.0, 4.0])
+    result = sft_loss(logprobs, entropy, tokens, algorithm, Denominators(4, 2, 0))
     (grad,) = torch.autograd.grad(result.loss, logits)
     assert result.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert torch.allclose(grad, wanted_grad, rtol=1e-6)
-    assert result.sums["sft/nll_sum"].item() == pytest.approx(-logprobs.sum().item())
+    assert {name: value.item() for name, value in result.sums.items()} == pytest.approx(
+        {
+            "loss/total_sum": wanted.item(),
+            "policy/num_tokens": 4,
+            "policy/entropy_sum": 7.5,
+            "sft/nll_sum": -logprobs.sum().item(),
+        }
+    )

@@ -210,6 +210,9 @@ def test_collate_leaves_the_choice_to_the_trainer_where_a_sample_has_no_routes()
     assert collate([free], policy_version=3).routed_experts is None
     with pytest.raises(ValueError, match=r"arrays of one length.*'has_route': 0"):
         collate([replace(fixed, has_route=None)], policy_version=3)
+    for changes in ({"has_route": fixed.has_route[:2]}, {"routed_experts": fixed.routed_experts[:2]}):
+        with pytest.raises(ValueError, match="sample 1 needs arrays of one length"):
+            collate([free, replace(fixed, **changes)], policy_version=3)
 
 
 def test_ranks_tell_each_other_what_their_microbatches_are():

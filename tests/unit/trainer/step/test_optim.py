@@ -249,6 +249,38 @@ def test_a_schedule_with_room_for_one_step_of_decay_or_for_none_ends_at_once(num
     assert rates == pytest.approx([1.0, 0.25, 0.25, 0.25])
 
 
+@pytest.mark.parametrize("values", [torch.zeros(1), torch.zeros(0)], ids=["a shard", "none"])
+@pytest.mark.parametrize(
+    ("loss", "others", "norm", "is_finite"),
+    [
+        (0.5, (16.0, 0.0), 5.0, True),
+        (0.5, (16.0, 1.0), 5.0, False),  # a loss elsewhere
+        (-math.inf, (16.0, 0.0), 5.0, False),
+        (0.5, (math.nan, 0.0), math.nan, False),
+    ],
+)
+def test_a_rank_decides_by_the_sums_of_all_ranks(monkeypatch, values, loss, others, norm, is_finite):
+    """Its own gradient is 3, if it has one. Of the other ranks come a sum of squares, and how many losses are bad."""
+    values, group, told = values.clone(), object(), []
+
+    def all_reduce(total, *, group):
+        told.append((total.tolist(), group))
+        total += torch.tensor(others, dtype=torch.float64)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    config = OptimConfig(max_grad_norm=1.0, warmup_steps=1)
+    optimizer = ShardedAdamW([TrainableShard("p0", values)], config, 10, group, CPU)
+    result = optimizer.step([torch.full_like(values, 3.0)], loss)
+    if not values.numel():
+        norm = 4.0 if norm == 5.0 else norm
+    assert told == [([9.0 * values.numel(), float(not math.isfinite(loss))], group)]
+    assert (result.grad_norm, result.is_finite) == (pytest.approx(norm, nan_ok=True), is_finite)
+    assert optimizer.num_updates == optimizer.place == int(is_finite)
+    if is_finite and values.numel():
+        moment = optimizer.state_tensors()["p0.exp_avg"].item()
+        assert moment == pytest.approx(0.1 * 3 / 5), "clipped by all ranks' norm"
+
+
 def test_gradients_must_be_one_per_shard():
     with pytest.raises(ValueError, match="zip"):
         make(OptimConfig(), torch.zeros(1)).step([], 0.0)
