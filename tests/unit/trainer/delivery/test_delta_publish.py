@@ -38,6 +38,14 @@ def test_engines_hold_every_byte_of_each_version_and_get_fewer(make_world, water
     assert max(sent[1:]) < 0.5 * world.whole_bytes, sent
 
 
+def test_changes_are_sent_also_where_staging_was_given_up_since(make_world):
+    world = make_world()
+    world.publish()
+    world.step()
+    world.rank.delivery._publisher.release()
+    assert world.publish().num_bytes < 0.5 * world.whole_bytes and world.all_hold_it()
+
+
 def test_the_share_of_changes_is_that_since_the_publish_before(make_world):
     """What slipstream push tells; a run has a figure of its own (changed_share.py)."""
     world, shares = make_world(lr=1e-6, mode=TrainMode.full), []
@@ -141,6 +149,18 @@ def test_only_loads_of_which_something_goes_whole_are_packed_again(make_world, m
         if any(task.param == REPACKED or max_records(task.num_bytes) <= 0 for one in packets for task in one.tasks)
     ]
     assert packed == [*range(len(loads)), *again] and 0 < len(again) < len(loads) - 1
+
+
+def test_nothing_is_sent_ahead_to_some_alone_because_the_others_have_all_packed_again(make_world, monkeypatch):
+    world = make_world(2, lr=1e-6)
+    for excluded in ([], [1]):
+        world.publish(exclude=excluded)
+        world.step()
+    serving = []
+    before_writes(world, monkeypatch, lambda number, _: serving.append(world.engines[number].receivers[0].state))
+    report = world.publish()
+    assert (report.num_committed, report.num_takers) == (2, 1) and world.all_hold_it()
+    assert serving and not any(state.is_serving for state in serving)
 
 
 def test_nothing_is_sent_ahead_to_where_an_engine_was_before_it_was_started_again(make_world):

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from cases.pipeline_world import NUM_RANKS, UnclosableTransport, World, destinations, num_reads, wire_of
@@ -119,6 +120,31 @@ def test_of_changes_only_what_changed_is_sent_and_what_takes_none_goes_whole_onc
     replay._prepared.there[dest] = are_there
     *pieces, are_there = replay._pieces(filled, dest)
     assert (list(zip(*pieces)), are_there.tolist()) == ([(10, 100, 64)][: int(is_ahead)], [is_ahead, False, False])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_what_was_sent_ahead_only_what_is_left_is_packed_and_written_and_counted(seed: int) -> None:
+    """Of some loads everything is there at both engine ranks, of others at one, or of some packets."""
+    world, draw = World(), np.random.default_rng(seed)
+    slots = world.pipeline._slots
+    assert slots is not None
+    there = {dest: draw.random(len(entries.sizes)) < 0.5 for dest, entries in slots.entries.items()}
+    for number, dest in ((0, None), (1, (0, seed % 2)), (3, None)):
+        for of, batch in slots.loads[number].batches.items():
+            there[of][batch.span] = dest in (None, of)
+    left = [load for load in slots.loads if any(not there[d][b.span].all() for d, b in load.batches.items())]
+    assert left[0].number == 1 and len(left) > NUM_SLOTS
+    world.pipeline.send_ahead(1, world.bindings(), {}, 5.0)
+    prepared = world.pipeline._prepared
+    assert prepared is not None
+    prepared.there = there
+    world.pipeline.prepare(1)
+    assert [filled.load.number for filled in prepared.filled] == [load.number for load in left[:NUM_SLOTS]]
+    result = world.pipeline.run(1, world.bindings(), world.budgets_s, dict.fromkeys(there, Landing(0, 0, 0)))
+    assert world.source.num_reads == num_reads([load.packets for load in left])
+    missing = {dest: int(slots.entries[dest].sizes[~flags].sum()) for dest, flags in there.items()}
+    counted = {dest: sum(size for size, _ in sums.values()) for dest, sums in by_name(result.sums).items()}
+    assert (counted, result.report.num_bytes) == (missing, sum(missing.values()))
 
 
 def test_slots_that_were_packed_for_nobody_who_began_are_free_at_once() -> None:

@@ -38,6 +38,8 @@ def test_free_slots_say_what_they_wait_for_and_end() -> None:
     some.give_back(0)
     some.give_back(1)
     assert some.take({}) == 1, "the lost one is not among them"
+    some.end()
+    assert some.take({}) is None, "a lane failed, whose error is told, and not that no slot is left"
 
 
 def test_a_slot_is_quarantined_with_every_session_that_may_still_read_it() -> None:

@@ -72,9 +72,16 @@ def one_matrix(**changes):
     ],
 )
 def test_a_load_that_does_not_fit_is_refused_and_named(changes, pattern):
-    with pytest.raises(PlanError, match=pattern) as caught:
-        build_plan(*one_matrix(**changes), max_task_bytes=1 << 20)
-    assert "replica 0 rank 0" in str(caught.value)
+    """Also where equal ranks of other replicas, or other ranks, have loads that do."""
+    (sources, ((right,),)), (_, ((wrong,),)) = one_matrix(), one_matrix(**changes)
+    for replicas, where in (
+        ([[wrong]], "replica 0 rank 0"),
+        ([[right], [wrong]], "replica 1 rank 0"),
+        ([[right, dataclasses.replace(wrong, rank=1)]], "replica 0 rank 1"),
+    ):
+        with pytest.raises(PlanError, match=pattern) as caught:
+            build_plan(sources, replicas, max_task_bytes=1 << 20)
+        assert where in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -321,8 +321,9 @@ def test_changes_of_all_ranks_are_what_an_engine_rank_is_told_of(make) -> None:
     assert [(one.base, one.changes) for one in told] == [("", b""), ("base", b"of rank 0, of rank 1")]
 
 
-def test_a_replica_to_which_one_rank_cannot_send_changes_ahead_is_asked_nothing(
-    make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("errors", [({}, {1: "the link is down"}), ({1: "the link is down"}, {1: "so is this one"})])
+def test_a_replica_to_which_a_rank_cannot_send_changes_ahead_is_asked_nothing_and_the_first_such_rank_is_named(
+    make, monkeypatch: pytest.MonkeyPatch, errors: tuple[dict[int, str], ...]
 ) -> None:
     world = make(zone=1 << 12)
     for version in range(2):
@@ -330,11 +331,12 @@ def test_a_replica_to_which_one_rank_cannot_send_changes_ahead_is_asked_nothing(
     assert report.num_takers == 4
     calls = len(world.engines[1].calls)
     with monkeypatch.context() as patch:
-        for publisher, errors in zip(world.publishers, ({}, {1: "TransferFailed: the link is down"}), strict=True):
-            patch.setattr(publisher._pipeline, "send_ahead", lambda *_, errors=errors, **__: errors)
+        for publisher, own in zip(world.publishers, errors, strict=True):
+            patch.setattr(publisher._pipeline, "send_ahead", lambda *_, own=own, **__: own)
         report = world.publish(2)
     assert committed(report) == [True, False]
-    assert report.replicas[1].error == "trainer rank 1: TransferFailed: the link is down"
+    first = next(rank for rank, own in enumerate(errors) if own)
+    assert report.replicas[1].error == f"trainer rank {first}: the link is down"
     assert len(world.engines[1].calls) == calls
     states = [endpoint.endpoint.state for endpoint in world.endpoints]
     assert [(state.is_serving, state.version) for state in states] == [(True, 2), (True, 1)], "what it had, whole"
