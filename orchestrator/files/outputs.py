@@ -4,7 +4,9 @@ and what they held before stays until the new content is there, whole.
 Owns: both. Does not own: what is written, nor files of a run (run_folder.py).
 """
 
+import errno
 import io
+import os
 import tempfile
 from pathlib import Path
 from typing import IO, Protocol
@@ -12,6 +14,9 @@ from typing import IO, Protocol
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.machine import nearest_existing
+
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.ENOENT)
+"""Of a folder that takes no other file: somebody else's, read-only, with a file that a container mounts, a system's."""
 
 
 class Figure(Protocol):
@@ -35,24 +40,23 @@ def check_can_write(target: Path, told: str, *, is_folder: bool = False) -> None
         if target.is_dir() and not is_folder:
             raise IsADirectoryError(0, "it is a folder")
         if not _is_special(target):
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            try:
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+            except OSError as error:
+                if is_folder or error.errno not in _REFUSALS or not os.access(target, os.W_OK):
+                    raise
     except OSError as error:
         cure = "give another folder with --output" if is_folder else "give a file in a folder that is there"
         raise ConfigError(f"{told} cannot be written ({folder}: {error.strerror}); {cure}") from error
 
 
 def write_output(file: Path, content: str | bytes) -> None:
-    """Write a file that a user may have from before: a full disk leaves that one. Its mode stays, and so do links."""
-    if _is_special(file):
+    """Write a file that a user may have from before: a full disk leaves that one. Its mode stays, and so do links. One
+    whose folder takes no other file is overwritten.
+    """
+    if _is_special(file) or not _replaced(file.resolve(), content):
         file.write_bytes(content.encode() if isinstance(content, str) else content)
-        return
-    target = file.resolve()
-    is_there = target.is_file()
-    mode = target.stat().st_mode if is_there else 0
-    write_whole(target, content)
-    if is_there:
-        target.chmod(mode & 0o7777)
 
 
 def save_picture(figure: Figure, file: Path) -> None:
@@ -60,6 +64,21 @@ def save_picture(figure: Figure, file: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=110, format="png")
     write_output(file, drawn.getvalue())
+
+
+def _replaced(target: Path, content: str | bytes) -> bool:
+    """Whether another file has taken its name; False: its folder refuses that."""
+    is_there = target.is_file()
+    mode = target.stat().st_mode if is_there else 0
+    try:
+        write_whole(target, content)
+    except OSError as error:
+        if is_there and error.errno in _REFUSALS:
+            return False
+        raise
+    if is_there:
+        target.chmod(mode & 0o7777)
+    return True
 
 
 def _is_special(file: Path) -> bool:

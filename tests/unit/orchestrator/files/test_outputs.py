@@ -60,6 +60,17 @@ def test_a_file_that_is_written_again_keeps_its_mode_and_its_links(tmp_path: Pat
     assert link.is_symlink() and page.read_text() == "after" and page.stat().st_mode & 0o777 == 0o751
 
 
+def test_a_file_in_a_folder_that_takes_no_other_is_written_itself() -> None:
+    name = Path("/proc/self/comm")  # this thread's name: a file that may be written; its folder may not, by nobody
+    before = name.read_text()
+    try:
+        check_can_write(name, "--export")
+        write_output(name, "after")
+        assert name.read_text() == "after\n"
+    finally:
+        name.write_text(before)
+
+
 def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
