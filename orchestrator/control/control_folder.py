@@ -17,6 +17,7 @@ Invariant: a request is answered once; a request that nobody waits for any more 
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -66,7 +67,9 @@ def alive(run: Path) -> Generator[None]:
         folder.chmod(0o700)
         file = os.open(folder / "alive", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be opened ({error.strerror}); remove {folder}") from error
+        is_in_the_way = error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+        cure = f"remove {folder}" if is_in_the_way else f"a run writes there: allow it, or go on with a copy of {run}"
+        raise ConfigError(f"{error.filename} cannot be opened ({error.strerror}); {cure}") from error
     try:
         os.fchmod(file, 0o600)
         try:
