@@ -155,6 +155,8 @@ class Loop:
         self.resume_step = resume_step
         self.max_restarts = 0
         self.controller: Controller | None = None
+        self.clock: list[tuple[int, int]] = []
+        """Step and policy version, whenever the loop was told to say that one has changed."""
         self.before_step: Callable[[RunState], Awaitable[None]] | None = None
         self.found: RunState | None = None
         """What the trainer has, which another controller left."""
@@ -199,6 +201,7 @@ class Loop:
                 checkpoints=self.checkpoints,
                 traces=Path("traces"),
                 before_step=self.before_step,
+                on_clock=lambda step, policy_version: self.clock.append((step, policy_version)),
             )
             self.controller = Controller(self.config, services)
             async with asyncio.timeout(120):

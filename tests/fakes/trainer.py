@@ -110,7 +110,7 @@ class FakeTrainer(Watched):
         """Sums of every step's loss, over those of a trainer that agrees with its engines."""
         self.down_s: list[float] = []
         self.unkept_steps: int | None = None
-        self.grad_norm = 1.0
+        self.grad_norm, self.lr = 1.0, 1e-3
         world.committed = [-1] * num_workers
 
     async def forward_backward(
@@ -150,7 +150,7 @@ class FakeTrainer(Watched):
         if ends_version:
             self.world.version += int(self._is_changed)
             self._is_changed = False
-        return OptimStats(self.world.version, self.grad_norm if is_finite else math.nan, 1e-3, is_finite)
+        return OptimStats(self.world.version, self.grad_norm if is_finite else math.nan, self.lr, is_finite)
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         await self._reached("publish")

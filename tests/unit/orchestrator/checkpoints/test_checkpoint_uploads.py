@@ -88,8 +88,9 @@ def test_a_spared_checkpoint_stays_there_too(checkpoints: CheckpointStore, remot
 
 
 def test_what_is_left_of_a_checkpoint_that_was_half_removed_there_is_none(
-    checkpoints: CheckpointStore, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    checkpoints: CheckpointStore, remote: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that is newer than all that are complete is being sent."""
     for step in (1, 2):
         checkpoints.begin_sending()
         checkpoints.spared.add(step)
@@ -99,8 +100,9 @@ def test_what_is_left_of_a_checkpoint_that_was_half_removed_there_is_none(
         away.setattr(LocalFileSystem, "rm", Mock(side_effect=OSError("the network is away")))
         remote.prune(keep=1, spared=())
     assert remote.steps() == [2]
+    (tmp_path / "store" / "run-1" / "step-000003").mkdir()
     remote.prune(keep=1, spared=())
-    assert remote.folders() == ["owner", "step-000002"]
+    assert remote.folders() == ["owner", "step-000002", "step-000003"]
 
 
 def test_where_another_process_goes_on_nothing_is_sent_or_removed(

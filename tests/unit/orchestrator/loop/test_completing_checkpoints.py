@@ -148,6 +148,7 @@ async def test_a_checkpoint_that_a_dead_rank_had_not_written_is_given_up_and_the
         num_looks += 1
         if num_looks == 1:
             loop.trainer.down_s += [1.5, 2.0]
+            loop.trainer.unkept_steps = 3
             raise CheckpointLost("a trainer rank died before its files were there")
         return await written()
 
@@ -157,3 +158,4 @@ async def test_a_checkpoint_that_a_dead_rank_had_not_written_is_given_up_and_the
     assert sorted(path.name for path in loop.folder.checkpoints.iterdir()) == ["step-000004", "step-000006"]
     told = [(row["trainer/restarts"], row["trainer/down_s"]) for row in loop.rows[1:]]
     assert sorted(told, key=str) == [(0, None)] * 5 + [(2, 3.5)], "each restart is told in one row"
+    assert [row["trainer/unkept_steps"] for row in (loop.rows[1], loop.rows[-1])] == [None, 3]

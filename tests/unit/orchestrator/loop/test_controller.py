@@ -127,6 +127,7 @@ async def test_step_that_is_not_finite_publishes_nothing_and_is_counted(tmp_path
     loop = Loop(tmp_path, make_config(num_steps=7))
     loop.trainer.not_finite = {1, 3, 5}
     controller = await loop.run()
+    assert loop.clock == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4)], "what logs carry"
     assert [entry[1] for entry in loop.world.diary if entry[0] == "publish"] == [0, 1, 2, 3, 4]
     assert (controller.step, controller.policy_version) == (7, 4)
     assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 1, 0, 1, 0, 1, 0]
@@ -145,6 +146,7 @@ async def test_three_refused_steps_in_a_row_stop_the_run(tmp_path: Path) -> None
 
     lower_rate = Loop(tmp_path, make_config(num_steps=9), resume_step=5)
     assert (await lower_rate.run()).policy_version == 6
+    assert lower_rate.clock == [(5, 2), (6, 3), (7, 4), (8, 5), (9, 6)]
     assert [row["step"] for row in lower_rate.rows] == list(range(10))
 
 
@@ -236,12 +238,21 @@ async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpo
     assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 2, 2], "momentum alone must not move the policy"
 
 
-@pytest.mark.parametrize(("num_changed", "is_loud"), [(0, True), (1, False), (None, False)])
-async def test_step_that_never_reached_the_engines_is_loud(
-    num_changed: int | None, is_loud: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("num_changed", "grad_norm", "lr", "is_loud"),
+    [(0, 1.0, 0.1, True), (1, 1.0, 0.1, False), (None, 1.0, 0.1, False), (0, 0.0, 0.1, False), (0, 1.0, 0.0, False)],
+)
+async def test_step_that_never_reached_the_engines_is_loud_unless_it_changed_nothing(
+    num_changed: int | None,
+    grad_norm: float,
+    lr: float,
+    is_loud: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """No gradient, or the first step of a warm-up."""
     loop = Loop(tmp_path, make_config(num_steps=1))
-    loop.trainer.num_changed_params = num_changed
+    loop.trainer.num_changed_params, loop.trainer.grad_norm, loop.trainer.lr = num_changed, grad_norm, lr
     await loop.run()
     assert ("sync/changed_params is 0" in caplog.text) == is_loud
 

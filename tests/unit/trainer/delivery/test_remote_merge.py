@@ -28,7 +28,8 @@ from slipstream.weight_sync.merging.factors import Merge, factor_tensors, is_fac
 from slipstream.weight_sync.merging.runs import runs_of
 from slipstream.weight_sync.replica.own_merge import OwnMerge
 
-REPACKED = "model.norm.weight"
+REPACKED = "model.embed_tokens.weight"
+"""Its rows differ, so that one that was repacked twice shows."""
 Q = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)]
 QKV = Q[0].replace("q_proj", "qkv_proj")
 OTHER = dict(zip(Q, reversed(Q), strict=True))

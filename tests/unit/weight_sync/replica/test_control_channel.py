@@ -171,6 +171,33 @@ def test_an_error_of_a_replica_keeps_its_class_if_it_is_one_of_the_weight_syncs(
     assert str(answer) == f"{replica.address}: {says}"
 
 
+def test_a_replica_that_was_given_up_is_asked_nothing_until_it_is_replaced(
+    replica: Replica, publishers: list[Publisher]
+) -> None:
+    """The one that replaces it has another address; the others are asked all the while."""
+    publishers.append(publisher := Publisher(replica.address))
+    clients, (other, again) = publisher.clients, (Replica(), Replica())
+    try:
+        clients.replace(1, other.address)
+        clients.give_up(1, "it was out of service")
+
+        def described() -> list[object]:
+            given, limits = dict.fromkeys((0, 1), (clients.publisher,)), dict.fromkeys((0, 1), 10.0)
+            answers = clients.call(ReplicaVerbs.describe, given, limits)
+            return [answers[place] for place in (0, 1)]
+
+        first, second = described()
+        assert isinstance(first, Described)
+        assert isinstance(second, ReplicaError) and str(second) == "it was out of service"
+        assert other.engine.calls == []
+        clients.replace(1, again.address)
+        assert [type(answer) for answer in described()] == [Described] * 2
+        assert (other.engine.calls, again.engine.calls) == ([], ["describe"])
+    finally:
+        other.close()
+        again.close()
+
+
 def test_a_message_longer_than_a_frame_arrives_whole(replica: Replica, publishers: list[Publisher]) -> None:
     publishers.append(publisher := Publisher(replica.address))
     assert isinstance(publisher.describe(), Described)

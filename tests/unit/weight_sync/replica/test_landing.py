@@ -13,13 +13,14 @@ from slipstream.weight_sync.replica.landing import LandingZone
 LAYOUT = DestLayout(
     0,
     (
-        Param("absorbed", (4,), "bfloat16", PostLoad.derived), Param("embed", (10, 8), "bfloat16"),
+        Param("absorbed", (4,), "bfloat16", PostLoad.derived), Param("embed", (16, 8), "bfloat16"),
         Param("packed", (8, 8), "bfloat16", PostLoad.repack), Param("bias", (64,), "float32"),
     ),
     (),
-    (Fill("embed", 64, 16),),
+    (Fill("embed", 0, 8), Fill("embed", 64, 16)),
 )  # fmt: skip
-"""Numbered without the derived one: embed 0, whose last 32 bytes are never sent, packed 1, bias 2."""
+"""Numbered without the derived one: embed 0, of whose 256 bytes 0 to 16 and 128 to 160 are never sent, packed 1, bias
+2."""
 ZONE_BYTES = 256
 
 
@@ -39,11 +40,12 @@ def zone(params: dict[str, torch.Tensor]) -> LandingZone:
     return zone
 
 
-def test_elements_go_to_their_places(zone, params):
-    zone.apply(np.array([[0, 32, 64, 16, 2]], "<i8").tobytes())
-    bits = params["embed"].view(-1).view(torch.int16)
-    assert bits.nonzero().flatten().tolist() == [16 + 1, 16 + 31]
-    assert bits[[17, 47]].tolist() == [5, 7]
+@pytest.mark.parametrize("offset", [16, 32, 64, 160, 192])
+def test_elements_go_to_their_places_between_any_two_fills(zone, params, offset):
+    zone.apply(np.array([[0, offset, 64, 16, 2]], "<i8").tobytes())
+    bits, first = params["embed"].view(-1).view(torch.int16), offset // 2
+    assert bits.nonzero().flatten().tolist() == [first + 1, first + 31]
+    assert bits[[first + 1, first + 31]].tolist() == [5, 7]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,9 @@ def test_elements_go_to_their_places(zone, params):
         ([3, 0, 64, 16, 2], "no parameter 3"),
         ([-1, 0, 64, 16, 2], "no parameter -1"),
         ([0, 96, 64, 16, 2], "bytes 96 to 160 cannot be written"),
+        ([0, 0, 64, 16, 2], "bytes 0 to 64 cannot be written"),
+        ([0, 144, 64, 16, 2], "bytes 144 to 208 cannot be written"),
+        ([0, 224, 64, 16, 2], "bytes 224 to 288 cannot be written"),
         ([0, -2, 64, 16, 2], "bytes -2 to 62 cannot be written"),
         ([0, 31, 64, 16, 2], "bytes 31 to 95 cannot be written"),
         ([0, 32, 0, 16, 2], "cannot be written"),

@@ -14,6 +14,7 @@ from fakes.publish import engine_bytes, engine_layout, repacked
 from slipstream.weight_sync.errors import IntegrityError, ProtocolError, StaleEpoch
 from slipstream.weight_sync.integrity import hash_bytes
 from slipstream.weight_sync.layout import DestLayout, Fill, Load, Param, Region
+from slipstream.weight_sync.replica.landing import held_digest
 from slipstream.weight_sync.replica.receiver import Receiver
 from slipstream.weight_sync.replica.version_state import Phase
 
@@ -187,9 +188,12 @@ def test_changes_are_taken_against_what_was_held_and_once_in_an_epoch() -> None:
     receiver.invalidate()
     for version in (3, 4):  # memory that was released, and an epoch that did not commit
         assert receiver.begin(version, version, DIGEST).holds == ""
+    params["w"].fill_(2.0)
     receiver.verify_at_rest(4, 4, DIGEST, {})
     receiver.adopt(4, 4)
-    assert receiver.begin(5, 5, DIGEST).holds == held, "bytes that a peer wrote are hashed, and so are known"
+    of_peer = held_digest(publish.expected_of({"w": (64, hash_bytes(params["w"]))}), (True,))
+    assert receiver.begin(5, 5, DIGEST).holds == of_peer != held, "bytes that a peer wrote are hashed, and so are known"
+    params["w"].fill_(1.0)
     receiver.verify(5, 5, DIGEST, expected)
     receiver.commit(5, 5)
     for _ in range(2):
