@@ -187,12 +187,12 @@ class _Proof:
         )
 
     def check_rows(self) -> None:
-        """Every task has its parameter's dtype, is not longer than the bound, and begins at an element."""
+        """Every task has its parameter's dtype and is not longer than the bound. It begins at an element, because those
+        before it, which tile the parameter, pack whole elements."""
         rows, own = self.rows, self.own
         dtypes = np.array([DTYPES.index(one.dtype) for one in self.layout.params], np.int64)
         wrong = rows.dtype[own] != dtypes[self.param]
         wrong |= (rows.num_bytes[own] < 1) | (rows.num_bytes[own] > self.plan.max_task_bytes)
-        wrong |= rows.offset[own] % self.sizes[self.param] != 0
         for index in first_true(wrong):
             task = rows.task(int(own[index]))
             raise PlanError(

@@ -102,8 +102,7 @@ def _share_out(
         number = int(needs.chunks.holders[parcel[0]])
         heap = heaps.get(number)
         if heap is None:
-            heap = heaps[number] = [(total[position[rank]], position[rank]) for rank in holders.sets[number]]
-            heapq.heapify(heap)
+            heap = heaps[number] = [(0, position[rank]) for rank in holders.sets[number]]  # ascending, so it is a heap
         # Totals only grow: stale entries are pushed down until the top is current.
         while heap[0][0] != total[heap[0][1]]:
             heapq.heapreplace(heap, (total[heap[0][1]], heap[0][1]))

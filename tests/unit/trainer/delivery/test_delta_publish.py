@@ -194,6 +194,8 @@ def test_loads_that_changed_too_much_are_not_marked_for_a_while(make_world, monk
     monkeypatch.setattr(
         "slipstream.weight_sync.pipeline.landings.max_records", lambda _: -1
     )  # as if everything had changed
+    receiver, serving = world.engines[0].receivers[0], set()
+    before_writes(world, monkeypatch, lambda *_: serving.add(receiver.state.is_serving))
     counts = []
     for _ in range(6):
         world.step()
@@ -203,3 +205,4 @@ def test_loads_that_changed_too_much_are_not_marked_for_a_while(make_world, monk
         counts.append(len(marked))
     num_loads = len(world.rank.delivery._publisher._pipeline.loads)
     assert counts == [num_loads, 0, 0, num_loads, 0, 0]
+    assert serving == {False}, "what goes whole waits until engines have paused"

@@ -3,6 +3,7 @@
 import gc
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from cases.plan_tables import by_name
 from fakes.memory_transport import Fault
 from fakes.publish import DictSource, engine_layout
 
-from slipstream.weight_sync.errors import PlanError, TransportError, WatermarkError
+from slipstream.weight_sync.errors import PlanError, TransferTimeout, TransportError, WatermarkError
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from slipstream.weight_sync.pipeline import lanes, pipeline as pipeline_module, slot_turns, staging_slots
 from slipstream.weight_sync.pipeline.pipeline import Pipeline
@@ -127,6 +128,23 @@ def test_slots_whose_failed_writes_were_closed_at_last_are_packed_again() -> Non
     world.transport.is_stuck = False
     assert world.run(2).report.errors == {}
     assert all(world.arrived(replica, 2) for replica in range(3))
+
+
+def test_a_slot_is_packed_again_only_once_each_of_its_failed_writes_is_closed() -> None:
+    """Two replicas' writes of the first load fail, and one of them can be closed before the other."""
+    world = World(3, transport=UnclosableTransport)
+    failed = [world.sessions[replica][0].session for replica in (1, 2)]
+    for session in failed:
+        world.fabric.inject(session, Fault(refuse=True))
+    assert set(world.run(1).report.errors) == {1, 2}
+    world.transport.is_stuck = False
+    reset, fails = world.transport.reset, Mock(side_effect=TransferTimeout("still draining"))
+    for stuck in failed:
+        world.transport.reset = lambda session, stuck=stuck: fails() if session == stuck else reset(session)
+        assert "still draining" in world.run(2).report.errors[0]
+    world.transport.reset, world.transport.closed = reset, []
+    assert world.run(3).report.errors == {} and sorted(world.transport.closed) == sorted(failed)
+    assert all(world.arrived(replica, 3) for replica in range(3))
 
 
 def test_a_survey_sums_what_is_held_and_packs_no_slot_that_a_failed_write_may_read() -> None:
