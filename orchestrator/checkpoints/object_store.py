@@ -190,7 +190,7 @@ class ObjectStore:
         with self._speaking("cannot be pruned") as (fs, root):
             for name in self.folders():
                 step = _step(name)
-                if step is None or step in kept:
+                if step is None or step in kept or step > complete[-1]:
                     continue
                 if step in complete:
                     fs.rm_file(f"{root}/{name}/{MANIFEST}")
