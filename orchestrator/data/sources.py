@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from slipstream import conf
 from slipstream.conf.json_files import JsonMapping, JsonObject, is_object, object_or_empty
@@ -283,12 +284,23 @@ def _parquet_rows(file: Path, start: Position) -> Iterator[Row]:
         while first < len(sizes) and number + sizes[first] <= start.num_rows:
             number += sizes[first]
             first += 1
+        shortened = _shortening([field.name for field in table.schema_arrow if str(field.type) == "float"])
         for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=list(range(first, len(sizes)))):
             begin = min(max(start.num_rows - number, 0), batch.num_rows)
             number += begin
             for columns in batch.slice(begin).to_pylist():
-                yield Row(f"{file}: row {number}", columns, Position(number + 1))
+                yield Row(f"{file}: row {number}", shortened(columns), Position(number + 1))
                 number += 1
+
+
+def _shortening(names: Sequence[str]) -> Callable[[JsonObject], JsonObject]:
+    """What gives columns of float32 the shortest decimal that stands for their number: 0.1, and not, as a wider float
+    has it, 0.10000000149011612, which would be the text of an answer."""
+
+    def shortened(columns: JsonObject) -> JsonObject:
+        return columns | {name: float(str(np.float32(it))) for name in names if (it := columns[name]) is not None}
+
+    return shortened if names else dict
 
 
 def _saved_rows(folder: Path, start: Position) -> Iterator[Row]:
@@ -343,9 +355,11 @@ def parse_hub_source(source: str) -> tuple[str, str | None, str, str | None]:
 def _dataset_rows(rows: Any, name: str, start: Position) -> Iterator[Row]:
     if hasattr(rows, "__len__") and len(rows) <= start.num_rows:  # one that is streamed has no length
         return
+    kinds: Mapping[str, Any] = rows.features or {}  # one that is streamed may not know them
+    shortened = _shortening([column for column, kind in kinds.items() if getattr(kind, "dtype", "") == "float32"])
     try:
         for number, columns in enumerate(rows.skip(start.num_rows), start=start.num_rows):
-            yield Row(f"{name}: row {number}", dict(columns), Position(number + 1))
+            yield Row(f"{name}: row {number}", shortened(columns), Position(number + 1))
     except (OSError, ValueError) as e:  # of a stream: the network; of a file: its end is missing
         raise DataError(f"{name} cannot be read: {_one_line(e)}") from e
 

@@ -58,6 +58,20 @@ def test_reading_goes_on_after_any_row(source: str) -> None:
         assert list(read_rows(source, row.after)) == rows[number + 1 :]
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_column_of_float32_has_the_decimals_that_were_written(is_saved: bool, tmp_path: Path) -> None:
+    written = [0.1, None, -2.5e-7, 16777216.0, 3.0]
+    table = pa.table({"answer": pa.array(written, pa.float32()), "wide": pa.array([1 / 3] * 5, pa.float64())})
+    source = tmp_path / "rows.parquet"
+    pq.write_table(table, source)
+    if is_saved:
+        import datasets
+
+        source = tmp_path / "saved"
+        datasets.Dataset(table).save_to_disk(str(source))
+    assert [row.columns for row in read_rows(str(source))] == [{"answer": one, "wide": 1 / 3} for one in written]
+
+
 def test_only_what_a_prompt_needs_is_read_of_a_parquet_file(tmp_path: Path) -> None:
     """Damage in the first row group does not matter to who begins in the second one."""
     path = tmp_path / "rows.parquet"
