@@ -5,7 +5,6 @@ Owns: the order of its start. Does not own: the loop (loop/finetuner.py), Ray an
 
 import asyncio
 import contextlib
-from functools import partial
 
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.checkpoints.run_checkpoint import checkpoints_of, step_of
@@ -13,13 +12,13 @@ from slipstream.orchestrator.control.run_state import note_started
 from slipstream.orchestrator.data.training_stream import held_out_items, training_stream
 from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
-from slipstream.orchestrator.files.startup import Startup
+from slipstream.orchestrator.files.run_log import RunLog
 from slipstream.orchestrator.inputs.model_folder import prepare_model
 from slipstream.orchestrator.inputs.rows.prompt_rows import lesson_reader
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.orchestrator.loop.finetuner import Finetuner
-from slipstream.orchestrator.run_parts import Ray, RunResult, draw, export_policy, open_telemetry, show_start
+from slipstream.orchestrator.loop.ports import TaughtServices
+from slipstream.orchestrator.run_parts import Ray, RunResult, begin_start, draw, export_policy, open_telemetry
 
 
 async def finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray) -> RunResult:
@@ -29,18 +28,14 @@ async def finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray) 
     model = prepare_model(config.model, folder.model, folder.began)
     encoder = TextEncoder(folder.model)
     read = lesson_reader(config, encoder)
-    training = training_stream(config.data, read, seed=config.run.seed)
+    lessons = training_stream(config.data, read, seed=config.run.seed)
     held_out = {name: items.found for name, items in held_out_items(config.data, read).items()}
     checkpoints = checkpoints_of(config, folder)
     resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
     if resume_from is not None:  # rows that have changed are refused before all starts
-        training.load_state_dict(checkpoints.prompts_of(resume_from))
-    await asyncio.to_thread(checkpoints.begin_sending)
-
+        lessons.load_state_dict(checkpoints.prompts_of(resume_from))
     async with contextlib.AsyncExitStack() as stack:
-        progress = stack.enter_context(ProgressLine(log.console))
-        startup = Startup(folder.startup, partial(show_start, progress, folder))
-        stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
+        progress, startup = await begin_start(stack, folder, log, checkpoints)
         cluster = await stack.enter_async_context(Cluster(config, folder, startup, ray.own))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         await cluster.start(model.hf_config)
@@ -48,7 +43,15 @@ async def finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray) 
         note_started(folder)
         telemetry = stack.enter_context(open_telemetry(config, folder, progress, step_of(resume_from)))
         stack.callback(progress.say, "ending the run's processes")
-        tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints, log.context.set)
+        services = TaughtServices(
+            trainer=cluster.trainer,
+            lessons=lessons,
+            held_out=held_out,
+            telemetry=telemetry,
+            checkpoints=checkpoints,
+            on_clock=log.context.set,
+        )
+        tuner = Finetuner(config, services)
         await tuner.train(resume_from)
         export = await export_policy(cluster.trainer, config, folder)
         drawing = asyncio.create_task(draw(config, folder))  # while the processes end

@@ -28,8 +28,8 @@ from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.control_folder import answer_requests, workers_asked
 from slipstream.orchestrator.control.run_state import note_started
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
-from slipstream.orchestrator.files.startup import RUN, Startup
+from slipstream.orchestrator.files.run_log import RunLog
+from slipstream.orchestrator.files.startup import RUN
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.orchestrator.inputs.model_folder import prepare_model
 from slipstream.orchestrator.inputs.rows.prompt_rows import PromptRows
@@ -37,7 +37,7 @@ from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.orchestrator.loop.controller import Controller
 from slipstream.orchestrator.loop.ports import LoopServices
 from slipstream.orchestrator.loop.publication import RAY_CALL_S
-from slipstream.orchestrator.run_parts import Ray, RunResult, draw, export_policy, open_telemetry, show_start
+from slipstream.orchestrator.run_parts import Ray, RunResult, begin_start, draw, export_policy, open_telemetry
 from slipstream.rollout.agents.episode_runner import EpisodeRunner
 from slipstream.rollout.rewards.runner import RewardRunner
 from slipstream.rollout.teacher import Teacher
@@ -57,12 +57,8 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
     origin = None if ray.left is not None else await _Origin.of_checkpoint(checkpoints, config)
     if origin is not None and origin.checkpoint is not None:  # rows that have changed are refused before all starts
         prompts.load_state_dict(checkpoints.prompts_of(origin.checkpoint))
-    await asyncio.to_thread(checkpoints.begin_sending)
-
     async with contextlib.AsyncExitStack() as stack:
-        progress = stack.enter_context(ProgressLine(log.console))
-        startup = Startup(folder.startup, partial(show_start, progress, folder))
-        stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
+        progress, startup = await begin_start(stack, folder, log, checkpoints)
         rewards, teacher, episodes = _judges(stack, config, folder, model.folder)
         left = None if ray.left is None else ray.left.processes
         num_asked = workers_asked(folder)
@@ -74,9 +70,7 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
             origin = _Origin(living=ray.left.state)
         origin = origin or await _Origin.of_checkpoint(checkpoints, config)
         telemetry = stack.enter_context(open_telemetry(config, folder, progress, origin.step))
-        fleet_log = FleetLog(folder.fleet)
-        supervisor = _supervisor(config, cluster, fleet_log, num_asked)
-        stack.push_async_callback(supervisor.close)
+        supervisor = _supervisor(stack, config, cluster, folder, num_asked)
         activities = Activities()
         router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, note=activities.note)
         if episodes is not None:
@@ -103,9 +97,6 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
         controller = Controller(config, services)
         startup.enter(RUN, f"publish of step {origin.step}" if config.run.resume else "publish and evaluation")
         stack.callback(progress.say, "ending the run's processes")
-        listening, counted = answer_requests(folder.root, supervisor), supervisor.roster.replicas.values()
-        for work in (listening, count_tokens(counted, fleet_log)):
-            stack.callback(asyncio.create_task(work).cancel)
         if cluster.is_taken_over:
             checkpoints.discard_unfinished()
             await supervisor.find_again(cluster.trainer.known)
@@ -193,8 +184,12 @@ async def _has_state(cluster: Cluster, state: RunState, log: RunLog) -> bool:
     return has_it
 
 
-def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog, num_asked: int | None) -> Supervisor:
-    """Who keeps the run's workers alive, as its options have it."""
+def _supervisor(
+    stack: contextlib.AsyncExitStack, config: RunConfig, cluster: Cluster, folder: RunFolder, num_asked: int | None
+) -> Supervisor:
+    """Who keeps the run's workers alive, as its options have it, and answers what commands ask about them; the stack
+    ends that."""
+    fleet_log = FleetLog(folder.fleet)
     is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
     supervisor = Supervisor(
         cluster.workers,
@@ -213,4 +208,8 @@ def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog, num_as
     )
     if num_asked is not None:
         supervisor.scaling.ask(num_asked)
+    stack.push_async_callback(supervisor.close)
+    counted = supervisor.roster.replicas.values()
+    for work in (answer_requests(folder.root, supervisor), count_tokens(counted, fleet_log)):
+        stack.callback(asyncio.create_task(work).cancel)
     return supervisor

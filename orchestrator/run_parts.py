@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.journal import Journal
 from slipstream.orchestrator.checkpoints.manifest import flush
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.run_state import note_start
 from slipstream.orchestrator.figures.held_out import eval_names, in_words
@@ -24,7 +26,8 @@ from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from slipstream.orchestrator.files.row_files import last_rows, read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.files.run_log import ProgressLine
+from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
+from slipstream.orchestrator.files.startup import Startup
 from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.model_folder import complete_export
@@ -80,10 +83,20 @@ class RunResult:
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in lines)
 
 
-def show_start(progress: ProgressLine, folder: RunFolder, seconds: float, waits_for: str) -> None:
-    """On the live line, and in a file for slipstream status."""
-    progress.wait(seconds, waits_for)
-    note_start(folder, seconds, waits_for)
+async def begin_start(
+    stack: AsyncExitStack, folder: RunFolder, log: RunLog, checkpoints: CheckpointStore
+) -> tuple[ProgressLine, Startup]:
+    """The live line, and the phases of a start: they are shown there, and in a file for slipstream status. The stack
+    ends the line, once all checkpoints are where they are sent to."""
+    await asyncio.to_thread(checkpoints.begin_sending)
+    progress = stack.enter_context(ProgressLine(log.console))
+
+    def show(seconds: float, waits_for: str) -> None:
+        progress.wait(seconds, waits_for)
+        note_start(folder, seconds, waits_for)
+
+    stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
+    return progress, Startup(folder.startup, show)
 
 
 def open_telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, first_step: int) -> Telemetry:

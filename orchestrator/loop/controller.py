@@ -23,8 +23,8 @@ With run.eval_beside an evaluation goes on while steps do (evaluations.py); a st
 
 Owns: the order of things; when to publish, evaluate and stop. Does not own: what it shares with fine-tuning (step_loop:
 the clock, rows, checkpoints, the end), how groups are sampled and judged (sampler), what a publish does (publication),
-what is started and ended around it (run), where processes live (placement), who serves (supervisor), any mathematics
-but calling it.
+what is started and ended around it (reinforcement), where processes live (placement), who serves (supervisor), any
+mathematics but calling it.
 Invariants: nothing is published from a step whose loss or gradient is not finite; no group older than
 algorithm.max_staleness_steps is trained on. `step`, `policy_version` and the buffer agree whenever a batch or an
 evaluation is awaited. A failure of sampling is raised there and nowhere else, so the run's state is saved before it
@@ -70,10 +70,7 @@ class Controller(StepLoop):
     """See the module's docstring. `await controller.train()` runs to the last step."""
 
     def __init__(self, config: RunConfig, services: LoopServices) -> None:
-        super().__init__(
-            config, services.trainer, services.telemetry, services.checkpoints, services.on_clock, services.activities,
-            services.before_step,
-        )  # fmt: skip
+        super().__init__(config, services)
         self.services = services
         self.buffer = GroupBuffer(
             config.algorithm.groups_per_step,

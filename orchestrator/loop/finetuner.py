@@ -5,25 +5,22 @@ preferred (dpo), instead of rewards. No engines, no weight sync.
 
 Owns: what a step of such a run does. Does not own: what it shares with reinforcement (step_loop), the trainer
 (trainer/), where it lives (placement), which tokens count (conversations, preferences), rows (telemetry), what is
-started and ended around it.
+started and ended around it (finetuning).
 Invariants: a resumed run continues with the next lesson. Both samples of a pair are in one microbatch.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
-from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES, Evaluation, Figures
 from slipstream.orchestrator.files.step_rows import StepRecord
-from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import StepTimeline
 from slipstream.orchestrator.inputs.rows.conversations import Lesson
-from slipstream.orchestrator.loop.ports import Stopwatch, TaughtTrainer
+from slipstream.orchestrator.loop.ports import Stopwatch, TaughtServices
 from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.orchestrator.loop.step_loop import StepLoop
 from slipstream.trainer.step.microbatches import pack
@@ -33,20 +30,9 @@ from slipstream.trainer.types import LossStats, Sample
 class Finetuner(StepLoop):
     """See the module's docstring. `await tuner.train(...)` runs to the last step."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        trainer: TaughtTrainer,
-        training: Stream[Lesson],
-        held_out: Mapping[str, Sequence[Lesson]],
-        telemetry: Telemetry,
-        checkpoints: CheckpointStore,
-        on_clock: Callable[[int, int], None] = lambda step, policy_version: None,
-    ) -> None:
-        super().__init__(config, trainer, telemetry, checkpoints, on_clock)
-        self._trainer = trainer
-        self._stream = training
-        self._held_out = held_out
+    def __init__(self, config: RunConfig, services: TaughtServices) -> None:
+        super().__init__(config, services)
+        self._services = services
         self._objective = config.algorithm.objective
         self.held_out_figure: float | None = None
         """The first of figures.held_out.TAUGHT_FIGURES, of the newest evaluation; None without data.eval_path."""
@@ -66,8 +52,8 @@ class Finetuner(StepLoop):
         await self._finish_step(self._train_on_next())
 
     async def _train_on_next(self) -> None:
-        trainer, clock = self._trainer, Stopwatch(self._activities)
-        batch = [next(self._stream) for _ in range(self._config.algorithm.sequences_per_step)]
+        trainer, clock = self._services.trainer, Stopwatch(self._activities)
+        batch = [next(self._services.lessons) for _ in range(self._config.algorithm.sequences_per_step)]
         samples, microbatches = self._packed(batch)
         record = StepRecord(self.step + 1, self.policy_version, num_ranks=trainer.num_ranks)
         record.loss = await trainer.forward_backward(microbatches, denominators_of(samples, self.policy_version))
@@ -77,7 +63,7 @@ class Finetuner(StepLoop):
         record.extra |= {
             "trainer/num_microbatches": len(microbatches[0]),
             "trainer/num_tokens": sum(sample.num_tokens for sample in samples),
-            f"{self._objective}/epoch": self._stream.epoch,
+            f"{self._objective}/epoch": self._services.lessons.epoch,
         }
         with self._row_of(record, clock):
             self._is_whole = True
@@ -86,12 +72,12 @@ class Finetuner(StepLoop):
 
     async def _evaluate_into(self, record: StepRecord) -> None:
         """The objective's figures of the held-out rows, of each set and of all."""
-        if not self._held_out:
+        if not self._services.held_out:
             return
         clock, figures, everything = Stopwatch(self._activities), Figures(), list[LossStats]()
-        for name, lessons in self._held_out.items():
+        for name, lessons in self._services.held_out.items():
             samples, microbatches = self._packed(lessons)
-            stats = await self._trainer.evaluate(microbatches, denominators_of(samples, self.policy_version))
+            stats = await self._services.trainer.evaluate(microbatches, denominators_of(samples, self.policy_version))
             everything += stats
             if name:
                 figures |= _figures(stats, self._objective, f"eval/{name}")
@@ -107,15 +93,15 @@ class Finetuner(StepLoop):
         parts = [part for lesson in lessons for part in lesson.samples(self.policy_version)]
         lengths = [sum(sample.num_tokens for sample in part) for part in parts]
         options = self._config.trainer
-        plan = pack(lengths, self._trainer.num_ranks, options.max_microbatch_tokens, cp_size=options.cp_size)
+        plan = pack(lengths, self._services.trainer.num_ranks, options.max_microbatch_tokens, cp_size=options.cp_size)
         microbatches = [[[one for i in indices for one in parts[i]] for indices in of_rank] for of_rank in plan]
         return [sample for part in parts for sample in part], microbatches
 
     def _state(self) -> RunState:
-        return RunState(self.step, self.policy_version, self._stream.state_dict(), {}, BufferState())
+        return RunState(self.step, self.policy_version, self._services.lessons.state_dict(), {}, BufferState())
 
     def _restore(self, state: RunState) -> None:
-        self._stream.load_state_dict(state.prompts)
+        self._services.lessons.load_state_dict(state.prompts)
 
 
 def _figures(stats: Sequence[LossStats], objective: Objective, prefix: str) -> Figures:

@@ -1,7 +1,7 @@
 """What the loop calls, as narrow interfaces. In a run a Ray cluster is behind them, in tests small fakes.
 
-Owns: the protocols, `LoopServices` (all of them together) and a stopwatch. Does not own the protocol of a rollout
-worker (replicas.py).
+Owns: the protocols, what each kind of loop gets of them (`LoopServices`, `TaughtServices`), and a stopwatch. Does not
+own the protocol of a rollout worker (replicas.py).
 """
 
 import time
@@ -16,9 +16,11 @@ from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import TRAINER, Activities
+from slipstream.orchestrator.inputs.rows.conversations import Lesson
 from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.types import Judgement, Prompt, Rollout
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
@@ -110,9 +112,34 @@ class Episodes(Protocol):
     ) -> list[FinishedEpisode]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class LoopServices:
-    """Everything that a reinforcement run's loop calls. What is behind a name may live in other processes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepServices:
+    """What every run's loop calls. What is behind a name may live in other processes."""
+
+    trainer: StepTrainer
+    telemetry: Telemetry
+    checkpoints: CheckpointStore
+    activities: Activities = field(default_factory=Activities)
+    """Where whoever does something notes it, for the step's timeline."""
+    before_step: Callable[[RunState], Awaitable[None]] | None = None
+    """Given the state before each step, once all rows before it are written; None: nobody wants it."""
+    on_clock: Callable[[int, int], None] = lambda step, policy_version: None
+    """Told of every change of step and policy version; logs carry them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaughtServices(StepServices):
+    """What the loop of fine-tuning calls."""
+
+    trainer: TaughtTrainer
+    lessons: Stream[Lesson]
+    held_out: Mapping[str, Sequence[Lesson]]
+    """By the name of their set, "" for data.eval_path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopServices(StepServices):
+    """What the loop of reinforcement calls."""
 
     trainer: PublishingTrainer
     supervisor: Supervisor
@@ -121,20 +148,12 @@ class LoopServices:
     eval_sets: Mapping[str, Sequence[Prompt]]
     """Held-out prompts by the name of their set, "" for data.eval_path."""
     rewards: Rewards
-    telemetry: Telemetry
-    checkpoints: CheckpointStore
     traces: Path
     """Where the timelines of publishes are written."""
-    activities: Activities = field(default_factory=Activities)
-    """Where router, sampler and controller note what they do."""
     episodes: Episodes | None = None
     """None: one response to each prompt (rollout.agent=null)."""
     teacher: Teacher | None = None
     """None: no distillation (algorithm.distill_coef=0)."""
-    before_step: Callable[[RunState], Awaitable[None]] | None = None
-    """Given the state before each step; None: nobody wants it."""
-    on_clock: Callable[[int, int], None] = lambda step, policy_version: None
-    """Called with step and policy version whenever one changes; logs carry them."""
 
 
 _WORDS = {
@@ -148,13 +167,9 @@ _WORDS = {
 
 
 class Stopwatch:
-    """Seconds of a step's parts, by metric name.
+    """Seconds of a step's parts, by metric name; `activities` gets them as what the trainer does."""
 
-    Args:
-        activities: gets the same parts as what the trainer does; None: nobody does.
-    """
-
-    def __init__(self, activities: Activities | None = None) -> None:
+    def __init__(self, activities: Activities) -> None:
         self._started = self._last = time.monotonic()
         self.began_at = time.time()
         """The start, in seconds since 1970."""
@@ -166,8 +181,7 @@ class Stopwatch:
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         self.laps[name] = (self.laps.get(name) or 0.0) + seconds
-        if self._activities is not None:
-            self._activities.note(TRAINER, _WORDS[name], time.time() - seconds)
+        self._activities.note(TRAINER, _WORDS[name], time.time() - seconds)
 
     @property
     def total_s(self) -> float:

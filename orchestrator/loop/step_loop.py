@@ -5,7 +5,8 @@
                                             beside the steps that follow:  files  +--> checksums, flushing, name
 
 Owns: the clock (step and policy version), the row of every step, checkpoints, and the orderly end of a run that cannot
-go on or is told to end. Does not own: what a step does, or what is started and ended around the loop (run).
+go on or is told to end. Does not own: what a step does, or what is started and ended around the loop
+(reinforcement, finetuning).
 Invariants: every step that the optimizer saw has a row, whatever fails after it. A checkpoint is made only while
 trainer, clock and data agree (`_is_whole`). A run that is told to end finishes its step first, and is saved. A row or a
 checkpoint that fails on the way out is logged, and does not hide why the run ends.
@@ -16,7 +17,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,16 +27,15 @@ from slipstream.fleet.errors import FleetError
 from slipstream.fleet.waiting import finish_first, last_attempt
 from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
 from slipstream.orchestrator.checkpoints.loop_state import RunState
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, step_of
+from slipstream.orchestrator.checkpoints.run_checkpoint import step_of
 from slipstream.orchestrator.errors import CheckpointLost, OrchestratorError, TrainingStopped
 from slipstream.orchestrator.figures.held_out import Evaluation
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.files.step_rows import StepRecord
-from slipstream.orchestrator.files.telemetry import Telemetry
-from slipstream.orchestrator.files.timeline import Activities, StepTimeline
+from slipstream.orchestrator.files.timeline import StepTimeline
 from slipstream.orchestrator.loop.alarms import LearningAlarm, ParityAlarm
-from slipstream.orchestrator.loop.ports import StepTrainer, Stopwatch
+from slipstream.orchestrator.loop.ports import StepServices, Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -50,37 +50,22 @@ _FIRST_LOOKS_S, _LOOK_EVERY_S = (0.02, 0.05, 0.1, 0.25, 0.5), 1.0
 
 
 class StepLoop(ABC):
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Args:
-        on_clock: told of every change of step and policy version; logs carry them.
-        activities: where others note what they do, for the step's timeline.
-        before_step: given the state before each step, once all rows before it are written.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        trainer: StepTrainer,
-        telemetry: Telemetry,
-        checkpoints: CheckpointStore,
-        on_clock: Callable[[int, int], None],
-        activities: Activities | None = None,
-        before_step: Callable[[RunState], Awaitable[None]] | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, services: StepServices) -> None:
         self.step = 0
         self.policy_version = 0
         self._config = config
-        self._step_trainer = trainer
-        self._telemetry = telemetry
-        self._checkpoints = checkpoints
-        self._on_clock = on_clock
-        self._activities = activities or Activities()
-        self._before_step = before_step
+        self._step_trainer = services.trainer
+        self._telemetry = services.telemetry
+        self._checkpoints = services.checkpoints
+        self._on_clock = services.on_clock
+        self._activities = services.activities
+        self._before_step = services.before_step
         self._best: BestCheckpoint | None = None
         if config.run.keep_best is not None:
-            first_step = step_of(checkpoints.newest()) if config.run.resume is not None else 0
-            self._best = BestCheckpoint(checkpoints, config, up_to_step=first_step)
+            first_step = step_of(self._checkpoints.newest()) if config.run.resume is not None else 0
+            self._best = BestCheckpoint(self._checkpoints, config, up_to_step=first_step)
         self._is_whole = True
         """Whether trainer, clock and data agree."""
         self._completing: asyncio.Task[None] | None = None

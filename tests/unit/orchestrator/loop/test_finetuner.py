@@ -24,6 +24,7 @@ from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.rows.conversations import Conversation, Lesson
 from slipstream.orchestrator.loop.finetuner import Finetuner
+from slipstream.orchestrator.loop.ports import TaughtServices
 from slipstream.trainer.types import Denominators, LossStats, Sample
 
 CONVERSATIONS = [Lesson((Conversation((1, 5, 6 + i), (False, False, True)),)) for i in range(7)]
@@ -79,8 +80,14 @@ class Tuning:
         with Telemetry(
             self.folder, num_steps=num_steps, first_step=resume_step, progress=progress, evals=evals
         ) as telemetry:
-            training = Shuffled(lessons, seed=self.config.run.seed)
-            tuner = Finetuner(self.config, self.trainer, training, held_out, telemetry, self.checkpoints)
+            services = TaughtServices(
+                trainer=self.trainer,
+                lessons=Shuffled(lessons, seed=self.config.run.seed),
+                held_out=held_out,
+                telemetry=telemetry,
+                checkpoints=self.checkpoints,
+            )
+            tuner = Finetuner(self.config, services)
             await tuner.train(self.checkpoints.newest() if resume_step else None)
         return tuner
 

@@ -15,6 +15,7 @@ from oracles.advantages import ADVANTAGE_CASES, our_advantages
 
 from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
 from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.files.timeline import Activities
 from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages
 from slipstream.orchestrator.loop.ports import Stopwatch
 from slipstream.orchestrator.loop.samples import advantage_function, draft_samples, filled, scored
@@ -52,7 +53,7 @@ def test_a_part_that_comes_several_times_has_all_its_seconds(monkeypatch: pytest
     monkeypatch.setattr(
         "slipstream.orchestrator.loop.ports.time", SimpleNamespace(monotonic=lambda: next(ticks), time=lambda: 0.0)
     )
-    clock = Stopwatch()
+    clock = Stopwatch(Activities())
     for name in ("trainer/forward_backward_s", "trainer/optimizer_s", "trainer/forward_backward_s"):
         clock.lap(name)
     assert clock.laps == {"trainer/forward_backward_s": 3.0, "trainer/optimizer_s": 0.5}
@@ -154,7 +155,7 @@ async def test_a_minibatch_without_samples_is_no_update() -> None:
 
     trainer = SimpleNamespace(num_ranks=2, forward_backward=forward_backward, optimizer_step=optimizer_step)
     parts = [samples[:2], samples[2:], []]
-    done = await update(trainer, parts, config, 0, np.random.default_rng(0), Stopwatch())  # type: ignore[arg-type]
+    done = await update(trainer, parts, config, 0, np.random.default_rng(0), Stopwatch(Activities()))  # type: ignore[arg-type]
     assert told == [[[samples[:2]]] * 2, False, [[samples[2:]]] * 2, True]
     assert (done.num_microbatches, done.num_applied) == (2, 2)
     assert [stats.sums for stats in done.loss] == [{"loss/total_sum": 0.5, "loss/policy_sum": 1.5}] * 2
