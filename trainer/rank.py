@@ -26,7 +26,7 @@ import torch
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import MergeRounding, Objective, RemoteMerge, TrainMode
+from slipstream.conf.schema import Objective, RemoteMerge, TrainMode
 from slipstream.trainer.adapter_io import load_adapter
 from slipstream.trainer.delivery.delivery import Delivery
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
@@ -108,12 +108,11 @@ class TrainerRank:
         spec = read_config(options.hf_config, trainer.numerics.places.mla_norm_eps)
         layout = ParallelLayout.create(options.world_size, trainer.ep_size, self._rank, self._device, trainer.cp_size)
         dtype = getattr(torch, options.model.dtype.value)
-        rounding_seed = options.seed if options.weight_sync.rounding is MergeRounding.dithered else None
         by = choose_forward(spec, dtype, trainer, self._device, options.weight_sync.mode, options.engine_ranks)
         times.append(time.perf_counter())
         decoder = build_decoder(
-            spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout, rounding_seed=rounding_seed, by=by,
-            may_be_whole=True,
+            spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout,
+            rounding_seed=options.rounding_seed, by=by, may_be_whole=True,
         )  # fmt: skip
         times.append(time.perf_counter())
         reader = open_reader(options.model, spec, seed=options.seed, device=self._device)
@@ -121,40 +120,14 @@ class TrainerRank:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         times.append(time.perf_counter())
-        is_full, lora = trainer.mode is TrainMode.full, trainer.lora
-        starts_from_base = not is_full and lora.init_from is None
-        num_unadapted = 0 if is_full or lora.init_from is None else load_adapter(decoder, lora.init_from)
+        init_from = trainer.lora.init_from if trainer.mode is TrainMode.lora else None
+        num_unadapted = 0 if init_from is None else load_adapter(decoder, init_from)
         updates = options.algorithm.updates_per_step
         learner = Learner(decoder, trainer.optim, options.num_steps, updates, rank=self._rank, device=self._device)
-        reference = (
-            ReferencePolicy(decoder, None if starts_from_base else [shard.values for shard in learner.shards])
-            if options.algorithm.needs_reference
-            else None
-        )
-        refusal, most_tokens = refusal_of_graphs(decoder, self._device), trainer.cuda_graph_tokens
-        graphs = None
-        if refusal is None and most_tokens:
-            graphs = DecoderGraphs(decoder, most_tokens, lambda failed: self._control.sum(failed) > 0)
-        self._learner, self._policy = (
-            learner,
-            PolicyForward(
-                decoder=decoder,
-                reference=reference,
-                loss_of=LOSSES[options.algorithm.objective],
-                algorithm=options.algorithm,
-                temperature=options.temperature,
-                chunk_tokens=trainer.logprob_chunk_tokens(spec.vocab_size),
-                mask_log_ratio=options.parity.mask_log_ratio,
-                device=self._device,
-                graphs=graphs,
-            ),
-        )
-        self._delivery = Delivery(
-            decoder, self._control, options.weight_sync, BlockFp8.from_hf_config(options.hf_config), lora,
-            is_packed=bool(report.num_packed_bytes), key=options.sync_key, host=self._host, device=self._device,
-            merges=() if options.weight_sync.remote_merge is RemoteMerge.none
-            else planned_merges(spec, options.model.dtype.value, trainer, rounding_seed),
-        )  # fmt: skip
+        refusal = refusal_of_graphs(decoder, self._device)
+        self._learner = learner
+        self._policy = self._policy_of(decoder, learner, has_graphs=refusal is None)
+        self._delivery = self._delivery_of(decoder, is_packed=bool(report.num_packed_bytes))
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in learner.shards))
         self._states = RankStates(options, self._rank, decoder, learner, self._control, self._device)
         times.append(time.perf_counter())
@@ -165,7 +138,7 @@ class TrainerRank:
             "backends": decoder.backends,
             "dense_weights": "layer by layer" if decoder.whole is None else "once a step",
             "whole_bytes": extra_bytes(sharded_dense(decoder), layout.world_size),
-            "cuda_graphs": f"none ({refusal})" if refusal is not None else f"up to {most_tokens} tokens",
+            "cuda_graphs": f"none ({refusal})" if refusal is not None else f"up to {trainer.cuda_graph_tokens} tokens",
             "num_parameters": sum(math.prod(meta.shape) for meta in spec.checkpoint_tensors(options.model.dtype.value)),
             "num_trainable_parameters": num_trainable,
             "loaded_tensors": report.num_tensors,
@@ -177,6 +150,40 @@ class TrainerRank:
             "state_bytes": self._states.num_bytes,
             "load_parts_s": dict(zip(parts, map(sub, times[1:], times), strict=False)),
         }
+
+    def _policy_of(self, decoder: Decoder, learner: Learner, *, has_graphs: bool) -> PolicyForward:
+        """Forward passes as the objective wants them. What training starts from is the reference: the base without
+        adapters, or copies of what is trained."""
+        options, trainer = self._options, self._options.trainer
+        starts_from_base = trainer.mode is TrainMode.lora and trainer.lora.init_from is None
+        reference = graphs = None
+        if options.algorithm.needs_reference:
+            copied = None if starts_from_base else [shard.values for shard in learner.shards]
+            reference = ReferencePolicy(decoder, copied)
+        if has_graphs and trainer.cuda_graph_tokens:
+            graphs = DecoderGraphs(decoder, trainer.cuda_graph_tokens, lambda failed: self._control.sum(failed) > 0)
+        return PolicyForward(
+            decoder=decoder,
+            reference=reference,
+            loss_of=LOSSES[options.algorithm.objective],
+            algorithm=options.algorithm,
+            temperature=options.temperature,
+            chunk_tokens=trainer.logprob_chunk_tokens(decoder.spec.vocab_size),
+            mask_log_ratio=options.parity.mask_log_ratio,
+            device=self._device,
+            graphs=graphs,
+        )
+
+    def _delivery_of(self, decoder: Decoder, *, is_packed: bool) -> Delivery:
+        options, merges = self._options, ()
+        if options.weight_sync.remote_merge is not RemoteMerge.none:
+            dtype = options.model.dtype.value
+            merges = planned_merges(decoder.spec, dtype, options.trainer, options.rounding_seed)
+        return Delivery(
+            decoder, self._control, options.weight_sync, BlockFp8.from_hf_config(options.hf_config),
+            options.trainer.lora, is_packed=is_packed, key=options.sync_key, host=self._host, device=self._device,
+            merges=merges,
+        )  # fmt: skip
 
     def warm_up(self, lengths: list[int]) -> dict[str, float]:
         """Run forward and backward over made-up sequences and drop the gradients. Weights, moments, random state and

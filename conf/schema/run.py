@@ -17,7 +17,7 @@ from slipstream.conf.schema.reward import RewardConfig
 from slipstream.conf.schema.rollout import EVALUATED, RolloutConfig
 from slipstream.conf.schema.rules import at_least, require
 from slipstream.conf.schema.trainer import TrainerConfig, TrainMode
-from slipstream.conf.schema.weight_sync import MergeRounding, SyncMode, WeightSyncConfig
+from slipstream.conf.schema.weight_sync import SyncMode, WeightSyncConfig
 
 SEQS_OF_A_GRAPH = 16
 """vLLM captures CUDA graphs for multiples of this many requests, above 256."""
@@ -197,8 +197,8 @@ class RunConfig:
 
     @property
     def rounding_seed(self) -> int | None:
-        """Seed of the thresholds by which merged weights are rounded; None: to nearest."""
-        return self.run.seed if self.weight_sync.rounding is MergeRounding.dithered else None
+        """WeightSyncConfig.rounding_seed."""
+        return self.weight_sync.rounding_seed(self.run.seed)
 
     @property
     def loses_updates(self) -> bool:

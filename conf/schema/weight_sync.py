@@ -151,3 +151,7 @@ class WeightSyncConfig:
         if self.pause_mode is not None:
             return self.pause_mode
         return PauseMode.keep if self.mode is SyncMode.merged else PauseMode.wait
+
+    def rounding_seed(self, run_seed: int) -> int | None:
+        """Seed of the thresholds by which merged weights are rounded; None: to nearest."""
+        return run_seed if self.rounding is MergeRounding.dithered else None

@@ -23,7 +23,7 @@ from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.failures import undone_by
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
-from slipstream.conf.schema import Device, MergeRounding, RemoteMerge, RunConfig, SyncMode
+from slipstream.conf.schema import Device, RemoteMerge, RunConfig, SyncMode
 from slipstream.fleet.waiting import all_started
 from slipstream.orchestrator.cluster.actors import ForkServerActor, RolloutActor
 from slipstream.orchestrator.cluster.ray_cluster import RunContext, kill_actor
@@ -253,8 +253,7 @@ def own_merge(config: RunConfig, hf_config: JsonObject) -> OwnMergeSpec | None:
     from slipstream.trainer.weights.factors import planned_merges  # needs torch
 
     spec = read_config(hf_config, config.trainer.numerics.places.mla_norm_eps)
-    seed = config.run.seed if sync.rounding is MergeRounding.dithered else None
-    merges = planned_merges(spec, config.model.dtype.value, config.trainer, seed)
+    merges = planned_merges(spec, config.model.dtype.value, config.trainer, config.rounding_seed)
     return OwnMergeSpec(config.model.path or "", sync.remote_merge is RemoteMerge.gpu, merges)
 
 
