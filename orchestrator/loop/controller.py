@@ -35,6 +35,7 @@ Needs neither torch nor vLLM in its process.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
@@ -82,7 +83,8 @@ class Controller(StepLoop):
         self._evaluations = Evaluations(config, services, self.sampler)
         self._shuffle_rng = np.random.default_rng([config.run.seed, 0x5A])
         self._advantages_of = advantage_function(config.algorithm)
-        self._num_reported = (0, 0, 0, 0, 0)
+        self._reported = Counter[str]()
+        """What the counters of `_counts` were at the last row, by the name of their metric."""
 
     async def train(self) -> None:
         """Sample and train until the last step. Cancelled, it finishes the step under way and saves."""
@@ -231,14 +233,17 @@ class Controller(StepLoop):
         self.buffer.load_state(state.buffer)
 
     async def _next_batch(self) -> Batch:
-        groups_per_step = self._config.algorithm.groups_per_step
+        def waits_for() -> str:
+            num_replaced = self.sampler.num_uninformative - self._reported["rollout/groups_uninformative"]
+            return (
+                f"a batch: {self.buffer.num_ready} of {self._config.algorithm.groups_per_step} groups are in, "
+                f"{self.services.supervisor.roster.num_serving} replicas serve, "
+                f"{num_replaced} groups had equal rewards and were replaced"
+            )
+
         return await wait_for(
             self.buffer.take_batch(self.policy_version),
-            lambda: (
-                f"a batch: {self.buffer.num_ready} of {groups_per_step} groups are in, "
-                f"{self.services.supervisor.roster.num_serving} replicas serve, "
-                f"{self.sampler.num_uninformative - self._num_reported[1]} groups had equal rewards and were replaced"
-            ),
+            waits_for,
             timeout_s=self.sampler.patience_s,
             progress=lambda: self.sampler.num_generated,
         )
@@ -277,28 +282,25 @@ class Controller(StepLoop):
 
     def _counts(self) -> dict[str, Value]:
         """Counters since the last row."""
-        supervisor = self.services.supervisor
-        counts = (
-            self.services.router.num_failed_groups,
-            self.sampler.num_uninformative,
-            supervisor.starts.num_restarts,
-            len(supervisor.roster.recoveries),
-            self.services.router.num_handed_over,
+        roster, starts, router = self.services.supervisor.roster, self.services.supervisor.starts, self.services.router
+        now = Counter(
+            {
+                "rollout/groups_failed": router.num_failed_groups,
+                "rollout/groups_uninformative": self.sampler.num_uninformative,
+                "rollout/restarts": starts.num_restarts,
+                "rollout/recoveries": len(roster.recoveries),
+                "rollout/handed_over": router.num_handed_over,
+            }
         )
-        failed, uninformative, restarts, recoveries, handed_over = map(int.__sub__, counts, self._num_reported)
-        self._num_reported = counts
+        recent = roster.recoveries[self._reported["rollout/recoveries"] :]
+        since, self._reported = {name: now[name] - self._reported[name] for name in now}, now
         teacher = self.services.teacher
-        recent = supervisor.roster.recoveries[len(supervisor.roster.recoveries) - recoveries :]
         return {
             **super()._counts(),
             **self.services.prompts.metrics(),
-            "rollout/groups_failed": failed,
-            "rollout/groups_uninformative": uninformative,
-            "rollout/replicas_serving": supervisor.roster.num_serving,
-            "rollout/replicas_wanted": supervisor.roster.num_wanted,
-            "rollout/handed_over": handed_over,
-            "rollout/restarts": restarts,
-            "rollout/recoveries": recoveries,
+            **since,
+            "rollout/replicas_serving": roster.num_serving,
+            "rollout/replicas_wanted": roster.num_wanted,
             "rollout/down_s": max((item.down_s for item in recent), default=None),
             "rollout/recovery_read_s": max((item.read_s for item in recent if item.read_s is not None), default=None),
             **{f"reward/{name}": number for name, number in self.services.rewards.take_counts().items()},
