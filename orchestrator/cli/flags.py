@@ -11,11 +11,12 @@ import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli import option_help, texts
 
+Options = TypeVar("Options")
 Add = Callable[..., None]
 """Adds one flag: (its names, its value's type, or bool if it takes none, the value's name, text, more of argparse)."""
 
@@ -364,6 +365,17 @@ def _start_nothing(flag: Add) -> None:
 def _defaults(cls: Any) -> dict[str, Any]:
     """Field -> default of a dataclass, of those that have a plain one."""
     return {item.name: item.default for item in dataclasses.fields(cls) if item.default is not dataclasses.MISSING}
+
+
+def options_of(kind: Callable[..., Options], flags: argparse.Namespace, *beside: str, **others: object) -> Options:
+    """What a command is told, as a dataclass with a field for each flag.
+
+    Args:
+        beside: flags that are no fields.
+        others: values of fields in the place of what the flags say.
+    """
+    given = {name: value for name, value in vars(flags).items() if name not in ("help", *beside)}
+    return kind(**(given | others))
 
 
 def is_option(word: str) -> bool:

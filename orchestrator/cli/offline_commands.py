@@ -9,11 +9,12 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, tell
+from slipstream.orchestrator.cli.flags import options_of
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.files.outputs import write_output
 from slipstream.orchestrator.files.run_folder import RunFolder
@@ -26,20 +27,18 @@ def launch(flags: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.orchestrator.launch.command import launch as launch_text
     from slipstream.orchestrator.launch.launch_options import LaunchOptions, Target
 
-    given: dict[str, Any] = dict(vars(flags))
-    output, config_dir, target, _ = (given.pop(name) for name in ("output", "config_dir", "target", "help"))
-    if target not in list(Target):
-        raise ConfigError(f"slipstream launch needs a target, one of {', '.join(Target)}, got {target!r}")
-    options = LaunchOptions(target=Target(target), **given)
-    text, what_to_do = launch_text(load_run_config(overrides, config_dir), overrides, options)
-    if output is None:
+    if flags.target not in list(Target):
+        raise ConfigError(f"slipstream launch needs a target, one of {', '.join(Target)}, got {flags.target!r}")
+    options = options_of(LaunchOptions, flags, "output", "config_dir", target=Target(flags.target))
+    text, what_to_do = launch_text(load_run_config(overrides, flags.config_dir), overrides, options)
+    if flags.output is None:
         sys.stdout.write(text)
     else:
         try:
-            write_output(output, text)
+            write_output(flags.output, text)
         except OSError as error:
-            raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
-        what_to_do = what_to_do.replace("FILE", str(output), 1)
+            raise ConfigError(f"--output {flags.output} cannot be written: {error.strerror}") from error
+        what_to_do = what_to_do.replace("FILE", str(flags.output), 1)
     tell(what_to_do)
     return EXIT_OK
 
@@ -93,14 +92,11 @@ def push(flags: argparse.Namespace, serve_words: list[str]) -> int:
     from slipstream.orchestrator.push.command import run_push
     from slipstream.orchestrator.push.push_options import PushOptions
 
-    given: dict[str, Any] = dict(vars(flags))
-    is_once, as_json, _ = (given.pop(name) for name in ("once", "json", "help"))
-    given["to"] = tuple(url for word in flags.to for url in word.split(",") if url)
-    given["serve_words"] = tuple(serve_words)
-    options = PushOptions(**given)
+    engines = tuple(url for word in flags.to for url in word.split(",") if url)
+    options = options_of(PushOptions, flags, "once", "json", to=engines, serve_words=tuple(serve_words))
     with wound_down_by_signals() as received:
         try:
-            run_push(options, as_json=as_json, stay=not is_once)
+            run_push(options, as_json=flags.json, stay=not flags.once)
         except KeyboardInterrupt:
             tell("\nstopped; engines that were started here have ended.")
             return 128 + received[0] if received else EXIT_INTERRUPTED
@@ -112,14 +108,12 @@ def parity(flags: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.orchestrator.parity import report as parity_report
     from slipstream.orchestrator.parity.command import ParityOptions, run_parity
 
-    given: dict[str, Any] = dict(vars(flags))
-    as_json, _ = (given.pop(name) for name in ("json", "help"))
-    if overrides and "=" not in overrides[0]:
-        given["model"] = model = Path(overrides.pop(0))
-        if model.exists():
-            given |= {name: path.absolute() for name, path in given.items() if isinstance(path, Path)}
-            overrides = stand_where_it_began(RunFolder(model), overrides)  # of a model alone nothing says where
-    options = ParityOptions(**given)
+    model = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
+    options = options_of(ParityOptions, flags, "json", model=model)
+    if model is not None and model.exists():
+        paths = {name: path.absolute() for name, path in vars(flags).items() if isinstance(path, Path)}
+        options = replace(options, **paths, model=model.absolute())
+        overrides = stand_where_it_began(RunFolder(model), overrides)  # of a model alone nothing says where
     began_s = time.monotonic()
 
     terminal = os.fdopen(os.dup(2), "w")  # descriptor 2 is the engine's log while there is an engine
@@ -130,7 +124,7 @@ def parity(flags: argparse.Namespace, overrides: list[str]) -> int:
     with terminal:
         report = run_parity(options, overrides, say)
         figures, picture = parity_report.write_files(report, options.output)
-    if as_json:
+    if flags.json:
         print(json.dumps(report.as_plain(), indent=2))
     else:
         parity_report.print_report(report)

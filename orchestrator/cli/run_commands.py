@@ -10,10 +10,10 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_OK, tell
+from slipstream.orchestrator.cli.flags import options_of
 
 
 def merge(flags: argparse.Namespace, _: list[str]) -> int:
@@ -96,10 +96,10 @@ def chaos(flags: argparse.Namespace, _: list[str]) -> int:
         found = chaos_command.listed(flags.run)
         print(json.dumps(found, indent=2) if flags.json else chaos_command.list_text(found))
         return EXIT_OK
-    given: dict[str, Any] = dict(vars(flags))
-    as_json, *_ = (given.pop(name) for name in ("json", "list", "help"))
-    for name in ("victims", "what", "when"):
-        given[name] = tuple(word for word in (given[name] or "").split(",") if word)
-    events = chaos_command.chaos(chaos_command.ChaosOptions(**given), tell)
-    print(chaos_command.report(flags.run, events, as_json=as_json))
+    lists = {
+        name: tuple(word for word in (getattr(flags, name) or "").split(",") if word)
+        for name in ("victims", "what", "when")
+    }
+    events = chaos_command.chaos(options_of(chaos_command.ChaosOptions, flags, "json", "list", **lists), tell)
+    print(chaos_command.report(flags.run, events, as_json=flags.json))
     return EXIT_OK if all(event.outcome == AS_BEFORE for event in events) else EXIT_FAILED
