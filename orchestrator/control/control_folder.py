@@ -142,14 +142,22 @@ def is_alive(run: Path) -> bool | None:
     """Whether a controller runs in this folder; None when only the folder's owner may know.
 
     Asks for the lock (F_OFD_GETLK) without taking it, so that a run that starts at the same time is not disturbed.
+
+    Raises:
+        ConfigError: Nobody can say: the lock is out of reach, or its file system has none.
     """
     lock = run / "control" / "alive"
     try:
         file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:
         return None
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise ConfigError(
+            f"{lock} cannot be reached ({error.strerror}), so nobody can say whether the run goes on; try again when "
+            "its file system answers"
+        ) from error
     try:
         question = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
         answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, question)

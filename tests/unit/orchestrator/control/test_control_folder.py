@@ -236,6 +236,12 @@ def hold_for_ever(run: Path) -> None:
         signal.pause()
 
 
+def test_a_run_that_is_out_of_reach_is_not_taken_for_one_that_has_ended() -> None:
+    """As a file system of another machine is that does not answer for a moment."""
+    with pytest.raises(ConfigError, match=r"control/alive cannot be reached \(File name too long\), so nobody can say"):
+        is_alive(Path("x" * 1000))  # whose open(2) fails
+
+
 def test_a_controller_that_is_killed_leaves_no_lock(run: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=hold_for_ever, args=(run,))
     process.start()
