@@ -72,12 +72,14 @@ class World:
             endpoint.close()
 
 
-def before_writes(world: World, monkeypatch: pytest.MonkeyPatch, note: Callable[[int, Sequence[int]], None]) -> None:
-    """Call this with the engine and the addresses before each write."""
+def before_writes(
+    world: World, monkeypatch: pytest.MonkeyPatch, note: Callable[[int, Sequence[int], float], None]
+) -> None:
+    """Call this with the engine, the addresses and the seconds that it may take before each write."""
     real, sessions = MemoryTransport.write, [link.session for link in world.links]
 
-    def write(self, session, sources, places, sizes, **more):
-        note(sessions.index(session), places)
-        real(self, session, sources, places, sizes, **more)
+    def write(self, session, sources, places, sizes, *, timeout_s):
+        note(sessions.index(session), places, timeout_s)
+        real(self, session, sources, places, sizes, timeout_s=timeout_s)
 
     monkeypatch.setattr(MemoryTransport, "write", write)

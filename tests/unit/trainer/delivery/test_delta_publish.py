@@ -119,7 +119,8 @@ def test_changes_land_while_engines_serve_and_what_goes_whole_is_written_once_th
     zones = [engine.receivers[0]._landing.address for engine in world.engines]
     seen = set()
 
-    def note(number, places):
+    def note(number, places, timeout_s):
+        assert 0 < timeout_s <= 5.0, "what a replica's writes may take, also those of changes ahead"
         is_serving = world.engines[number].receivers[0].state.is_serving
         seen.update((number, is_serving, 0 <= place - zones[number] < 1 << 11) for place in places)
 
@@ -157,7 +158,7 @@ def test_nothing_is_sent_ahead_to_some_alone_because_the_others_have_all_packed_
         world.publish(exclude=excluded)
         world.step()
     serving = []
-    before_writes(world, monkeypatch, lambda number, _: serving.append(world.engines[number].receivers[0].state))
+    before_writes(world, monkeypatch, lambda number, *_: serving.append(world.engines[number].receivers[0].state))
     report = world.publish()
     assert (report.num_committed, report.num_takers) == (2, 1) and world.all_hold_it()
     assert serving and not any(state.is_serving for state in serving)

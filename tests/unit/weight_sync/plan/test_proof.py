@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
+from cases.joined_plan import Joined, is_refused
 from cases.layouts import systems
 from cases.plan_tables import table_of
 from hypothesis import HealthCheck, given, settings, strategies as st
 from oracles.scalar_proof import prove_by_element
 
-from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import (
     DestLayout,
     Fill,
@@ -30,15 +30,6 @@ PIECE_KINDS = ("tensor", "start", "shape", "axes", "packed at")
 TASK_KINDS = ("lost", "twice", "offset", "bytes", "dtype", "group", "param", "rank", "replica", "pieces of another")
 PLAN_KINDS = ("order", "sender", "expected", "bound")
 SIDE_KINDS = ("shard", "load", "stride", "fill", "derived")
-
-
-def is_refused(prove, plan: TransferPlan, replicas, sources) -> str:
-    """What a proof says against a plan; empty where it accepts it."""
-    try:
-        prove(plan, replicas, sources)
-    except PlanError as error:
-        return str(error) or "refused"
-    return ""
 
 
 def broken_piece(draw: st.DrawFn, kind: str, piece: Piece, others: list[Piece]) -> Piece:
@@ -184,95 +175,6 @@ def _one_vector(whole: Region):
     source = SourceLayout(0, (TensorMeta("t", whole.shape, "float32"),), (SourceShard("t", whole),))
     load = Load("t", whole, (0,), "p", 0, (1,))
     return (source,), ((DestLayout(0, (Param("p", whole.shape, "float32"),), (load,)),),)
-
-
-class Joined:
-    """A parameter of 2 x 4 elements, loaded from two tensors of 2 x 2 side by side, or of two rows of another."""
-
-    def __init__(self) -> None:
-        metas = (TensorMeta("t", (2, 4), "float32"), TensorMeta("u", (2, 4), "float32"))
-        whole = Region((0, 0), (2, 4))
-        self.sources = (SourceLayout(0, metas, (SourceShard("t", whole), SourceShard("u", whole))),)
-        self.layout = DestLayout(
-            0,
-            (Param("p", (2, 4), "float32"), Param("q", (2, 4), "float32")),
-            (
-                Load("t", Region((0, 0), (1, 4)), (0, 1), "p", 0, (4, 1)),
-                Load("u", Region((1, 0), (1, 4)), (0, 1), "p", 4, (4, 1)),
-                Load("u", Region((0, 0), (1, 4)), (0, 1), "q", 0, (4, 1)),
-                Load("t", Region((1, 0), (1, 4)), (0, 1), "q", 4, (4, 1)),
-            ),
-        )
-        self.plan = build_plan(self.sources, [[self.layout]], max_task_bytes=64)
-
-    def refused(self, tasks: list[Task], **changes: object) -> str:
-        plan = dataclasses.replace(self.plan, tasks={0: table_of(0, tasks)}, **changes)
-        by_element = is_refused(prove_by_element, plan, [[self.layout]], self.sources)
-        by_columns = is_refused(prove_coverage, plan, [[self.layout]], self.sources)
-        assert bool(by_element) == bool(by_columns), (by_element, by_columns)
-        return by_columns
-
-    def task(self, param: str, *pieces: Piece, at: int = 0, num_bytes: int = 32) -> Task:
-        return dataclasses.replace(
-            next(iter(self.plan.tasks[0])), param=param, pieces=pieces, dest_offset_bytes=at, num_bytes=num_bytes
-        )
-
-    @property
-    def right(self) -> list[Task]:
-        return list(self.plan.tasks[0])
-
-
-def test_a_piece_that_reaches_beyond_its_load_is_refused() -> None:
-    """Offsets and counts are right, and the piece begins where a load does; its second row is another load's."""
-    joined = Joined()
-    assert joined.refused(joined.right) == ""
-    others = [task for task in joined.right if task.param == "q"]
-    beyond = joined.task("p", Piece("t", Region((0, 0), (2, 4)), (0, 1), 0))
-    assert "no load puts t start [0, 0] shape [2, 4]" in joined.refused([beyond, *others])
-    others = [task for task in joined.right if task.param == "p"]
-    beyond = joined.task("q", Piece("u", Region((0, 0), (2, 4)), (0, 1), 0))
-    assert "no load puts u start [0, 0] shape [2, 4]" in joined.refused([*others, beyond])
-
-
-def test_a_piece_that_begins_before_its_load_is_refused() -> None:
-    """The second row alone is a load's."""
-    joined = Joined()
-    others = [task for task in joined.right if task.param == "q"]
-    first = joined.task("p", Piece("t", Region((0, 0), (1, 4)), (0, 1), 0), num_bytes=16)
-    before = joined.task("p", Piece("u", Region((0, 0), (1, 4)), (0, 1), 0), at=16, num_bytes=16)
-    assert "no load puts u start [0, 0]" in joined.refused([first, before, *others])
-
-
-@pytest.mark.parametrize(("stride", "axes"), [((3, 1), (0, 1)), ((2, 1), (1, 0))])
-def test_a_piece_that_is_walked_in_another_order_than_its_elements_lie_in_is_refused(stride, axes) -> None:
-    """A matrix, and one whose load turns it: the piece is right but for its order, whatever order the load names."""
-    whole = Region((0, 0), (2, 3))
-    sources = (SourceLayout(0, (TensorMeta("t", (2, 3), "float32"),), (SourceShard("t", whole),)),)
-    layout = DestLayout(0, (Param("p", (2, 3), "float32"),), (Load("t", whole, axes, "p", 0, stride),))
-    plan = build_plan(sources, [[layout]], max_task_bytes=64)
-    (task,) = plan.tasks[0]
-    for order in ((0, 1), (1, 0)):
-        turned = dataclasses.replace(task, pieces=(Piece("t", whole, order, 0),))
-        wrong = dataclasses.replace(plan, tasks={0: table_of(0, [turned])})
-        for prove in (prove_coverage, prove_by_element):
-            assert (is_refused(prove, wrong, [[layout]], sources) == "") == (order == axes), (prove, order)
-
-
-@pytest.mark.parametrize(("param", "tensor"), [("p", "u"), ("q", "t")])
-def test_a_piece_of_a_tensor_that_another_parameter_loads_in_the_same_way_is_refused(param: str, tensor: str) -> None:
-    whole = Region((0, 0), (2, 3))
-    metas = tuple(TensorMeta(name, (2, 3), "float32") for name in "tu")
-    sources = (SourceLayout(0, metas, tuple(SourceShard(name, whole) for name in "tu")),)
-    loads = tuple(Load(name, whole, (0, 1), into, 0, (3, 1)) for name, into in zip("tu", "pq", strict=True))
-    layout = DestLayout(0, tuple(Param(name, (2, 3), "float32") for name in "pq"), loads)
-    plan = build_plan(sources, [[layout]], max_task_bytes=64)
-    tasks = [
-        dataclasses.replace(task, pieces=(Piece(tensor, whole, (0, 1), 0),)) if task.param == param else task
-        for task in plan.tasks[0]
-    ]
-    wrong = dataclasses.replace(plan, tasks={0: table_of(0, tasks)})
-    assert f"no load puts {tensor}" in is_refused(prove_coverage, wrong, [[layout]], sources)
-    assert "no load puts" in is_refused(prove_by_element, wrong, [[layout]], sources)
 
 
 def rows_of(*rows: int) -> list[Piece]:

@@ -212,6 +212,7 @@ def test_a_source_goes_through_the_replicas_from_its_own_first_one_also_with_wha
     plan = build_plan(sources, [[DestLayout(0, params, loads)]] * 3, max_task_bytes=1 << 20)
     order = {rank: [task.replica for task in tasks] for rank, tasks in plan.tasks.items()}
     assert order == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}
+    assert [table.num_rows for table in plan.tasks.values()] == [1, 1, 1], "packed once for all of them"
 
 
 def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces():

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from fakes.meeting import ThreadMeeting
 from fakes.memory_transport import Fault
-from fakes.publish import EndpointThread, committed, engine_layout
+from fakes.publish import DictSource, EndpointThread, committed, engine_layout
 from fakes.publish_world import World
 
 from slipstream.conf.errors import ConfigError
@@ -29,6 +29,7 @@ from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish import publisher as module
 from slipstream.weight_sync.publish.collectives import Meeting
 from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.rank0 import Rank0
 from slipstream.weight_sync.publish.report import EXCLUDED
 from slipstream.weight_sync.publish.transaction import Transaction
 
@@ -319,6 +320,21 @@ def test_changes_of_all_ranks_are_what_an_engine_rank_is_told_of(make) -> None:
     results = [RankPublishReport(changes={(0, 1): part}) for part in (b"of rank 0", b", of rank 1")]
     publisher._rank0.finish(transaction, results, Sums(publisher._places), None)
     assert [(one.base, one.changes) for one in told] == [("", b""), ("base", b"of rank 0, of rank 1")]
+
+
+def test_what_engines_are_taken_to_hold_is_what_all_ranks_send_together(make, monkeypatch) -> None:
+    """Before a first publish that sends changes, and before engines merge for themselves."""
+    world, seen = make(zone=1 << 12), []
+    for verb in ("note_base", "freeze_base"):
+        monkeypatch.setattr(Rank0, verb, lambda _, sums: seen.append(sums))
+    for rank, publisher in enumerate(world.publishers):
+        publisher._base = DictSource(rank, NUM_RANKS)
+    world.connect()
+    world.all(Publisher.note_base)
+    world.publish(0)
+    sent = world.publishers[0]._rank0._last_sums
+    assert len(seen) == 2 and len(sent) == 4
+    assert all((sums.part(dest) == part).all() for sums in seen for dest, part in sent.items())
 
 
 @pytest.mark.parametrize("errors", [({}, {1: "the link is down"}), ({1: "the link is down"}, {1: "so is this one"})])
