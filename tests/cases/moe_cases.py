@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cases.processes import run_processes
-from slipstream.conf.schema import LoraConfig
+from slipstream.conf.schema import CombineMode, LoraConfig
 from slipstream.trainer.moe import gathered
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.experts import Experts
@@ -146,6 +146,13 @@ def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) ->
                 most = None if way == "rows" else most_tokens
                 found = run(experts, dist.group.WORLD, rows[rank], shares, most)
                 results[dtype, is_full, way] = found
+            for is_full in (False, True):
+                for mode in CombineMode:
+                    experts = make_experts(
+                        first=sum(counts[:rank]), count=counts[rank], dtype=dtype, is_full=is_full, has_bias=True,
+                        combine_mode=mode,
+                    )  # fmt: skip
+                    results[dtype, is_full, mode] = run(experts, dist.group.WORLD, rows[rank], shares)
         experts = make_experts(first=sum(counts[:rank]), count=counts[rank])
         for fault, exchange in FAULTS.items():
             with mock.patch.object(gathered, "_all_to_all", exchange):
@@ -157,6 +164,7 @@ def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) ->
 
 
 def run_expert_parallel(world_size: int, folder: Path, dtypes: list[torch.dtype]) -> list[dict[Any, Any]]:
-    """Results of every rank, by dtype, whether all is trained (with biases) and way."""
+    """Results of every rank, by dtype, whether all is trained (with biases), and way; and with biases of rows that
+    travel, by mode of combining in place of the way."""
     run_processes(_main, (world_size, str(folder), dtypes), world_size)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -158,6 +158,27 @@ async def test_a_group_of_which_tokens_outlive_their_engine_is_not_one_that_fail
     assert (router.num_handed_over, router.num_failed_groups) == (2, 0)
 
 
+async def test_what_was_sampled_is_gone_on_from_after_a_refusal_and_after_a_failure() -> None:
+    router, supervisor, (first, second) = await routed(2)
+    begun, asked = [Rollout([5], [-1.0], [0], "", ABORTED)] * 2, []
+    generate = second.generate_group
+
+    async def answer(prompt: Prompt, n: int, *args: Any) -> list[Rollout]:
+        asked.append(args[-1])
+        if len(asked) == 2:
+            await supervisor.hold()
+            await supervisor.settle([outcome(True), outcome(True)])
+            raise ReplicaDirty("begin came first")
+        if len(asked) == 3:
+            raise ConnectionError("it died")
+        return begun if len(asked) == 1 else await generate(prompt, n, *args)
+
+    first.generate_group = second.generate_group = answer  # type: ignore[method-assign]
+    assert len(await router.generate_group(PROMPT, 2)) == 2
+    assert asked == [[], begun, begun, begun]
+    assert (router.num_handed_over, router.num_failed_groups) == (2, 0)
+
+
 async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> None:
     supervisor, workers = supervised(2)
     activities = Activities()

@@ -137,6 +137,13 @@ async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old(
     assert supervisor.roster.replicas["rollout-1"].reason == "again"
 
 
+async def test_a_worker_that_neither_commits_nor_says_why_is_out_with_words_for_people() -> None:
+    supervisor, _ = supervised(2)
+    await supervisor.hold()
+    await supervisor.settle([outcome(False), outcome(True)])
+    assert supervisor.roster.replicas["rollout-0"].reason == "it did not commit and gave no reason"
+
+
 async def test_in_adapter_mode_a_first_publish_that_fails_leaves_nothing_to_serve() -> None:
     _, workers = supervised(1)
     supervisor = Supervisor(workers, max_missed_publishes=3)

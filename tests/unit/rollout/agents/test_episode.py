@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 from fakes.chat_templates import FakeChatText
 
+from slipstream.rollout.agents import episode as episode_module
 from slipstream.rollout.agents.chat_text import Reply
 from slipstream.rollout.agents.episode import (
     MAX_CHARACTERS_PER_TOKEN,
@@ -108,6 +110,12 @@ async def test_a_turn_is_what_was_given_and_said() -> None:
     ]  # fmt: skip
     assert (table.episode.last_reply, table.episode.last_finish_reason) == ("cut o", "length")
     assert (table.episode.reached, table.episode.engine_failed) == ("", False)
+
+
+def test_an_episode_begins_on_the_clock_by_which_its_seconds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """service.py subtracts it from time.monotonic()."""
+    monkeypatch.setattr(episode_module, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    assert Table().episode.started == 5.0
 
 
 async def test_options_of_a_request_go_before_those_of_the_episode() -> None:
@@ -273,19 +281,20 @@ async def test_a_request_that_is_abandoned_samples_no_further_and_gives_its_toke
 async def test_the_end_of_an_episode_ends_its_requests_and_refuses_others() -> None:
     table = Table()
     table.engine.gate.clear()
-    request = asyncio.create_task(table.episode.complete("x"))
+    requests = [asyncio.create_task(table.episode.complete(prompt, max_tokens=9)) for prompt in "xyz"]
     await turns()
     table.episode.end()
     await turns()
-    assert request.done() and table.engine.num_cancelled == 1
-    with pytest.raises(EpisodeOver):
-        await request
+    assert all(request.done() for request in requests) and table.engine.num_cancelled == 3
+    for request in requests:
+        with pytest.raises(EpisodeOver):
+            await request
     table.engine.gate.set()
     for _ in range(2):
         table.episode.end()
         with pytest.raises(EpisodeOver):
             await table.episode.chat([user("one")])
-    assert table.episode.turns == [] and len(table.engine.asked) == 1
+    assert table.episode.turns == [] and len(table.engine.asked) == 3
 
 
 async def test_what_was_sampled_when_the_episode_ended_is_no_turn() -> None:

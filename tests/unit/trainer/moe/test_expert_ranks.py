@@ -6,6 +6,8 @@ from cases.moe_cases import FAULTS, NUM_TOKENS, rows_of, run_expert_parallel
 from cases.tiny_models import relative_error
 from torch import Tensor
 
+from slipstream.conf.schema import CombineMode
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -53,10 +55,17 @@ def test_expert_parallel_ranks_give_the_bits_of_one(ranks, world_size, dtype):
     """Unequal shares of tokens, of four ranks of experts too, and one without tokens. Experts see the same rows in the
     same order."""
     for is_full in (False, True):
-        one, many = together(ranks, 1, dtype, is_full, "rows"), together(ranks, world_size, dtype, is_full, "rows")
-        for name, wanted in one.items():
-            assert torch.equal(many[name], wanted), name
+        for way in ("rows", *CombineMode):
+            one, many = together(ranks, 1, dtype, is_full, way), together(ranks, world_size, dtype, is_full, way)
+            for name, wanted in one.items():
+                assert torch.equal(many[name], wanted), (way, name)
     assert any(rows_of(rank, 4) == slice(NUM_TOKENS, NUM_TOKENS) for rank in range(4))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_mode_of_combining_rounds_in_its_own_way_on_any_number_of_ranks(ranks, world_size):
+    once, *others = (together(ranks, world_size, torch.bfloat16, False, mode)["out"] for mode in CombineMode)
+    assert not any(torch.equal(once, other) for other in others) and not torch.equal(*others)
 
 
 def test_expert_gradients_divided_by_the_group_would_be_noticed(ranks):

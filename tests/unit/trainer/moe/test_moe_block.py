@@ -201,13 +201,13 @@ def test_adapters_beside_a_frozen_factor_get_their_gradients(frozen):
     assert len(grads) == 3 and all(torch.equal(grad, whole[name]) for name, grad in grads.items())
 
 
-def saved_beside_arguments(experts: Experts, *, is_recomputed: bool) -> tuple[int, int]:
+def saved_beside_arguments(experts: Experts, *, is_recomputed: bool, keep: Any = None) -> tuple[int, int]:
     """How many floats and how many integers one call keeps for its backward."""
     x, weights, ids, _ = make_batch(torch.bfloat16)
     held = {p.data_ptr() for p in experts.parameters()} | {x.data_ptr(), weights.data_ptr()}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        experts(x, weights, plan_dispatch(ids, NUM_EXPERTS, None), (lambda: x) if is_recomputed else None)
+        experts(x, weights, plan_dispatch(ids, NUM_EXPERTS, None), (lambda: x) if is_recomputed else None, keep)
     extra = [t for t in kept if t.data_ptr() not in held]
     floats = sum(t.numel() for t in extra if t.is_floating_point())
     return floats, sum(t.numel() for t in extra) - floats
@@ -219,6 +219,10 @@ def test_what_is_saved():
     plan = 3 * rows + 2 * NUM_EXPERTS  # three tables of slots, two of experts
     assert saved_beside_arguments(experts, is_recomputed=True) == (2 * rows * RANK, plan)
     assert saved_beside_arguments(experts, is_recomputed=False) == (2 * rows * RANK + rows * 2 * WIDTH, plan)
+    kept: list[Tensor] = []
+    found = saved_beside_arguments(experts, is_recomputed=True, keep=kept.append)
+    assert found == (2 * rows * RANK + rows * 2 * WIDTH, plan), "somebody keeps them: they are not computed again"
+    assert [one.shape for one in kept] == [(rows, 2 * WIDTH)]
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["adapters", "full"])
@@ -275,6 +279,36 @@ def test_gate_and_up_that_are_saved_outlive_a_backward(monkeypatch):
     out = make_experts()(x, weights, plan_dispatch(ids, NUM_EXPERTS, None))
     first, second = (torch.autograd.grad(out, (x, weights), grad_out, retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_kernels_read_weights_and_gradients_that_lie_in_order_however_they_come(monkeypatch):
+    """A gradient of a sum is one number that is read again and again; of a transposed product it lies across."""
+    wanted = run(make_experts())
+
+    def checked(call):
+        def run(*arguments, **more):
+            assert all(one.is_contiguous() for one in arguments[:2] if isinstance(one, Tensor))
+            return call(*arguments, **more)
+
+        return run
+
+    for module, name in ((routed, "gather_rows"), (routed, "gather_project"), (dispatch, "weighted_sum")):
+        monkeypatch.setattr(module, name, checked(getattr(module, name)))
+    x, weights, ids, grad_out = make_batch()
+    across = [one.detach().t().contiguous().t() for one in (weights, grad_out)]
+    experts = make_experts()
+    out = experts(x, across[0], plan_dispatch(ids, NUM_EXPERTS, None))
+    out.backward(across[1])
+    assert torch.equal(out, wanted["out"]) and torch.equal(x.grad, wanted["x"])
+
+
+def test_adapters_are_copied_from_a_mean_of_rows_per_expert_on(monkeypatch):
+    monkeypatch.setattr(routed, "COPIED_ROWS", 5)
+    factor = torch.zeros(4, 2, 3)
+    for num_rows, dtype in ((20, torch.float32), (21, torch.bfloat16)):
+        groups = RowGroups(torch.tensor([num_rows, 0, 0, 0]), num_rows)
+        assert routed._narrowed(factor, torch.bfloat16, groups).dtype is dtype
+    assert routed._narrowed(None, torch.bfloat16, groups) is None
 
 
 def test_a_checkpointed_layer_computes_its_routed_experts_forward_once():

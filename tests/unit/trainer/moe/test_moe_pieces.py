@@ -7,7 +7,7 @@ import torch
 from cases.tiny_models import AS_TRANSFORMERS
 
 from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
-from slipstream.conf.schema import Roundings, RoutedScale, RouterLogits
+from slipstream.conf.schema import Roundings, RoutedScale, RouterFormat, RouterLogits
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.grouped import (
@@ -18,6 +18,7 @@ from slipstream.trainer.moe.grouped import (
     grouped_gradient,
     grouped_product,
 )
+from slipstream.trainer.moe.replay import LayerRoutes
 from slipstream.trainer.moe.router import Router
 
 CPU = torch.device("cpu")
@@ -153,14 +154,124 @@ def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
         assert bool((error <= 2**-8 * wanted.abs() + 1e-5 * wanted.abs().mean()).all())
 
 
-@pytest.mark.parametrize("engine_rounds", [True, False])
-def test_the_engine_decides_whether_sigmoid_logits_are_rounded(engine_rounds):
-    moe = MoeSpec(
-        num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
-        engine_rounds_logits=engine_rounds,
-    )  # fmt: skip
-    numerics = Roundings(router_logits=RouterLogits.engine)
-    assert Router(moe, 64, weight_dtype=torch.bfloat16, numerics=numerics).narrow_logits is engine_rounds
+ROUTERS = {
+    "softmax": {},
+    "not normalized": {"norm_topk_prob": False},
+    "gpt_oss": {"has_router_bias": True},
+    "gemma": {"is_beside_dense": True},
+    "sigmoid": {"score": RouterScore.sigmoid, "scaling_factor": 2.5, "num_groups": 4, "top_groups": 2},
+    "sigmoid, not normalized": {"score": RouterScore.sigmoid, "norm_topk_prob": False},
+}
+
+
+def router_of(kind, dtype=torch.float32, numerics=AS_TRANSFORMERS.places, **more):
+    """A router of 12 experts with random parameters, and 20 tokens that have 3 of them each."""
+    options = {"num_experts": 12, "top_k": 3, "intermediate_size": 8, "norm_topk_prob": True, "layers": (True,)}
+    moe = MoeSpec(**options | ROUTERS[kind] | more)
+    router = Router(moe, 48, weight_dtype=dtype, numerics=numerics, norm_eps=0.5)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / (8 if parameter.dim() == 2 else 2))
+    return router, torch.randn(20, 48, generator=generator).to(dtype)
+
+
+def formula_of(router, x, experts_TK):
+    """The weights of these experts in float64, and what experts are chosen by."""
+    moe, parameters = router.moe, dict(router.named_parameters())
+    values = {name: parameter.detach().double().requires_grad_() for name, parameter in parameters.items()}
+    if moe.is_beside_dense:  # in unit length, with the eps of the model's norms
+        x = x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt() * values["scale"] / 48**0.5
+    logits = x @ values["weight"].t() + values.get("bias", 0)
+    if moe.score is RouterScore.sigmoid:
+        scores, judged = logits.sigmoid(), logits.sigmoid() + values["e_score_correction_bias"]
+    else:
+        scores = judged = logits.softmax(-1)
+    weights = scores.gather(1, experts_TK)
+    if moe.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if moe.is_beside_dense:
+        weights = weights * values["per_expert_scale"][experts_TK]
+    return weights * moe.scaling_factor, judged, values
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_routers_choice_weights_and_gradients_are_those_of_its_formula(kind, is_recorded):
+    """A recorded choice gets the weights that the router would have given to it."""
+    router, x = router_of(kind)
+    generator = torch.Generator().manual_seed(6)
+    recorded_TK = torch.rand(20, 12, generator=generator).topk(3).indices
+    routes = LayerRoutes(recorded_TK.to(torch.uint8), torch.arange(20) % 4 > 0) if is_recorded else None
+    start, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    routing, own_TK = router(start, routes), router(x).experts_TK
+    is_own = torch.tensor(routes is None) if routes is None else ~routes.is_recorded_T[:, None]
+    assert torch.equal(routing.experts_TK, torch.where(is_own, own_TK, recorded_TK))
+    wanted, judged, values = formula_of(router, exact, routing.experts_TK)
+    if router.moe.num_groups == 1:
+        assert torch.equal(own_TK, judged.topk(3).indices)
+    torch.testing.assert_close(routing.weights_TK.double(), wanted, rtol=1e-5, atol=1e-7)
+
+    dweights = torch.randn(20, 3, generator=generator)
+    (routing.weights_TK * dweights).sum().backward()
+    (wanted * dweights).sum().backward()
+    found = {"x": start, **{name: one for name, one in router.named_parameters() if one.requires_grad}}
+    assert found.keys() == {"x", *values} - {"e_score_correction_bias"}
+    for name, one in found.items():
+        expected = {"x": exact, **values}[name].grad
+        torch.testing.assert_close(one.grad.double(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("option", "engine_rounds", "is_rounded"),
+    [
+        (RouterLogits.engine, True, True),
+        (RouterLogits.engine, False, False),
+        (RouterLogits.model, False, True),
+        (RouterLogits.float32, True, False),
+    ],
+)
+def test_sigmoid_logits_are_rounded_where_the_option_or_the_engine_has_it_so(option, engine_rounds, is_rounded):
+    numerics = replace(AS_TRANSFORMERS.places, router_logits=option)
+    router, x = router_of(
+        "sigmoid, not normalized", torch.bfloat16, numerics, top_k=12, engine_rounds_logits=engine_rounds
+    )
+    with torch.no_grad():
+        routing = router(x)
+        logits = x.float() @ router.weight.float().t()
+    scores, rounded = (some.sigmoid().gather(1, routing.experts_TK) for some in (logits, logits.bfloat16().float()))
+    off = [(routing.weights_TK - some).abs().mean().item() for some in (scores, rounded)]
+    assert off[is_rounded] < off[not is_rounded] / 10
+    assert routing.weights_TK.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "dtype"),
+    [
+        ("softmax", RouterFormat.model, torch.bfloat16),
+        ("softmax", RouterFormat.float32, torch.float32),
+        ("gemma", RouterFormat.model, torch.float32),
+    ],
+)
+def test_weights_have_the_format_that_was_asked_for_also_of_recorded_experts(kind, option, dtype):
+    router, x = router_of(kind, torch.bfloat16, replace(AS_TRANSFORMERS.places, router_weights=option))
+    own = router(x)
+    recorded = router(x, LayerRoutes(own.experts_TK.to(torch.uint8), torch.ones(20, dtype=torch.bool)))
+    assert own.weights_TK.dtype is dtype and recorded.num_flipped == 0
+    assert torch.equal(own.weights_TK, recorded.weights_TK)
+
+
+def test_gemmas_tokens_are_rounded_after_each_factor_as_vllm_has_them():
+    """1 / sqrt(48) is one of the factors. Logits are float32."""
+    router, x = router_of("gemma", torch.bfloat16)
+    assert router.scale is not None and router.per_expert_scale is not None
+    with torch.no_grad():
+        weights_TK = router(x).weights_TK
+        unit = (x.float() / (x.float().square().mean(-1, keepdim=True) + 0.5).sqrt()).bfloat16()
+        logits = (unit * torch.tensor(48**-0.5).bfloat16() * router.scale).float() @ router.weight.float().t()
+        wanted, experts_TK = logits.softmax(-1).topk(3)
+        wanted = wanted / wanted.sum(-1, keepdim=True) * router.per_expert_scale.float()[experts_TK]
+    torch.testing.assert_close(weights_TK, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("top_k", [1, 4])
