@@ -177,6 +177,17 @@ def test_nothing_is_sent_ahead_to_where_an_engine_was_before_it_was_started_agai
     assert (report.num_committed, report.num_takers) == (2, 1) and world.all_hold_it(), report
 
 
+def test_engines_that_are_met_anew_get_every_byte(make_world):
+    """The second one is the only one by then, where another one was before."""
+    world = make_world(2)
+    world.publish()
+    world.step()
+    world.rank.delivery._publisher.connect([world.endpoints[1].address])
+    report = world.publish()
+    del world.engines[0]
+    assert (report.num_committed, report.num_bytes) == (1, world.whole_bytes // 2) and world.all_hold_it(), report
+
+
 def test_a_part_of_a_zone_is_never_left():
     part = Landing(address=1000, first=16, stop=64)
     assert [part.take(size) for size in (1, 16, 20, 16)] == [16, 32, None, 48]

@@ -43,6 +43,8 @@ def test_replicas_need_not_have_equally_many_ranks(make_world: Callable[..., Wor
         assert [engine.wrong_params(version) for engine in world.engines] == [[], []]
     world.publisher.reconnect(1, world.addresses[1])
     assert committed(world.publisher.publish(2)) == [True, True], "each has a layout of its own"
+    world.publisher.reconnect(2, world.start(2))
+    assert committed(world.publisher.publish(3)) == [True] * 3, "a further one has that of the first"
 
 
 def test_a_publish_of_the_same_weights_says_that_nothing_changed(world: World) -> None:

@@ -337,6 +337,15 @@ def test_what_engines_are_taken_to_hold_is_what_all_ranks_send_together(make, mo
     assert all((sums.part(dest) == part).all() for sums in seen for dest, part in sent.items())
 
 
+def test_what_one_replica_proved_is_known_of_equal_ranks_of_those_that_missed_it(make) -> None:
+    """They may read it from that one."""
+    world = make(zone=1 << 12)
+    world.publish(0, exclude=[1])
+    known = world.publishers[0]._rank0._bases._committed
+    assert known == {(replica, rank): known[0, rank] for replica in range(2) for rank in range(2)}
+    assert known[0, 0] != known[0, 1]
+
+
 @pytest.mark.parametrize("errors", [({}, {1: "the link is down"}), ({1: "the link is down"}, {1: "so is this one"})])
 def test_a_replica_to_which_a_rank_cannot_send_changes_ahead_is_asked_nothing_and_the_first_such_rank_is_named(
     make, monkeypatch: pytest.MonkeyPatch, errors: tuple[dict[int, str], ...]

@@ -131,10 +131,12 @@ def test_addresses_that_are_known_are_named_and_not_said_again(make) -> None:
 
 
 def test_changes_are_for_ranks_that_hold_what_was_kept_for_them(make) -> None:
-    setup = make(held={(0, 0): "sixth", (0, 1): "sixth", (2, 0): "sixth"})
+    setup = make((0, 1, 2), held={(0, 0): "sixth", (0, 1): "sixth", (1, 0): "", (2, 0): "sixth"})
     setup.clients.answers[BEGIN, 0] = begun(holds=("sixth", "fifth"))
     setup.clients.answers[BEGIN, 2] = begun(holds=("", "sixth"))
-    assert setup.begin().take_changes == [(0, 0)], "the others hold another version, nothing, or what nobody kept"
+    assert setup.begin().take_changes == [(0, 0)], (
+        "the others hold another version, nothing, what nobody hashed, or what nobody kept"
+    )
     assert setup.transaction.bases == {(0, 0): "sixth"}
 
 
