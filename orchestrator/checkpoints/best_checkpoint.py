@@ -1,7 +1,7 @@
 """Which evaluated checkpoint is the best one (run.keep_best), on disk and while verdicts are out.
 
-    checkpoints/best.json       {"metric": "eval/reward", "value": 0.62, "step": 40, "held_out": {"": "aime.jsonl"},
-                                 "options": {"reward.kind": "math", ...}}
+    checkpoints/best.json       {"metric": "eval/reward", "value": 0.62, "step": 40, "since": 0,
+                                 "held_out": {"": "aime.jsonl"}, "options": {"reward.kind": "math", ...}}
     checkpoints/best -> step-000040/
 
 Owns: that choice, which options its figure depends on, and that the best checkpoint, and those whose evaluation goes
@@ -18,7 +18,8 @@ from slipstream.conf.schema import Objective, RunConfig
 from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.figures.held_out import is_better
-from slipstream.orchestrator.files.run_folder import changes, flatten, to_plain
+from slipstream.orchestrator.files.row_files import read_figures
+from slipstream.orchestrator.files.run_folder import RunFolder, changes, flatten, to_plain
 
 logger = logging.getLogger(__name__)
 
@@ -65,22 +66,35 @@ class BestCheckpoint:
         self._file = store.folder / "best.json"
         self._value: float | None = None
         self._step: int | None = None
+        self._since = up_to_step
+        """Figures of later steps mean what this run's do."""
         known = object_in(self._file)
-        step = known.get("step", up_to_step + 1)
-        if step > up_to_step or store.of_step(step) is None:
-            return
-        self._step = step
-        store.spared.add(step)
+        step = known.get("step")
+        if step is not None and step <= up_to_step and store.of_step(step) is not None:
+            self._step = step
+            store.spared.add(step)
         others = changes(
             _told(known.get("metric"), known.get("held_out", self._held_out), known.get("options", self._options)),
             _told(metric, self._held_out, self._options),
         )
-        if others:
+        if known and not others:
+            self._since = min(known.get("since", up_to_step if step is None else step), up_to_step)
+            self._value = None if self._step is None else known["value"]
+        elif self._step is not None:
             logger.warning(
                 "step %d was the best by another figure, and one is chosen anew (%s)", step, "; ".join(others)
             )
-        else:
-            self._value = float(known["value"])
+        store.folder.mkdir(parents=True, exist_ok=True)
+        self._write()
+        self._judge_rows(up_to_step)
+
+    def _judge_rows(self, up_to_step: int) -> None:
+        """Who is killed has written an evaluation's row, and perhaps no verdict. Of the others nothing changes."""
+        rows = read_figures(RunFolder(self._store.folder.parent).evaluations, [self._metric])
+        figures = {row["step"]: row.get(self._metric) for row in rows if self._since < row["step"] <= up_to_step}
+        self._store.spared.update(figures)
+        for step, value in figures.items():
+            self.judge(step, value)
 
     def evaluating(self, step: int) -> None:
         """The step's checkpoint stays until judge()."""
@@ -94,20 +108,24 @@ class BestCheckpoint:
             self._store.spared.discard(-1 if self._step is None else self._step)
             self._store.spared.add(step)
             self._step, self._value = step, value
-            self._write(path.name)
+            self._write()
             logger.info("best checkpoint: %s, with %s %.4g", path, self._metric, value)
         elif step != self._step:
             self._store.spared.discard(step)
         self._store.prune()
 
-    def _write(self, name: str) -> None:
-        facts = {"metric": self._metric, "value": self._value, "step": self._step}
+    def _write(self) -> None:
+        facts = {"metric": self._metric, "value": self._value, "step": self._step, "since": self._since}
         facts |= {"held_out": self._held_out, "options": self._options}
         write_whole(self._file, json.dumps(facts) + "\n")
-        link = self._file.with_name(".best-link.partial")
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        link.replace(self._file.with_name("best"))
+        link, path = self._file.with_name("best"), None if self._step is None else self._store.of_step(self._step)
+        if path is None:
+            link.unlink(missing_ok=True)
+            return
+        partial = self._file.with_name(".best-link.partial")
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(path.name)
+        partial.replace(link)
 
 
 def _told(metric: object, held_out: JsonMapping, options: JsonMapping) -> JsonObject:

@@ -165,6 +165,7 @@ class Controller(StepLoop):
             self._is_whole = True
             is_due = config.run.is_due(config.run.eval_every_steps, self.step)
             await self._or_save(self._fed(self._evaluate_into(record, is_due=is_due)))
+        await self._judge(record, is_evaluated=is_due and bool(self.services.eval_sets))
 
     async def _update(self, drafts: list[Draft], batch: Batch, record: StepRecord, clock: Stopwatch) -> None:
         """Advantages of a batch, and every update that it is used for."""
@@ -253,13 +254,11 @@ class Controller(StepLoop):
         unless it goes on beside training; of the last step it is always awaited."""
         evaluations, began, began_at = self._evaluations, time.monotonic(), time.time()
         if evaluations.has_ended or (is_due and evaluations.is_running):
-            await self._note(await evaluations.finish(), record)
+            record.evaluations.append(await evaluations.finish())
         if is_due and self.services.eval_sets:
-            if self._config.evaluates_beside:
-                await self._save_to_judge()
             await evaluations.begin(self.step, self.policy_version)
             if not self._config.evaluates_beside or self.step == self._config.run.num_steps:
-                await self._note(await evaluations.finish(), record)
+                record.evaluations.append(await evaluations.finish())
             record.extra["eval/wait_s"] = time.monotonic() - began
             self._activities.note(TRAINER, "wait for the evaluation", began_at)
 

@@ -69,6 +69,7 @@ class Finetuner(StepLoop):
             self._is_whole = True
             if self._config.run.is_due(self._config.run.eval_every_steps, self.step):
                 await self._evaluate_into(record)
+        await self._judge(record, is_evaluated=bool(record.evaluations))
 
     async def _evaluate_into(self, record: StepRecord) -> None:
         """The objective's figures of the held-out rows, of each set and of all."""
@@ -86,7 +87,7 @@ class Finetuner(StepLoop):
         clock.lap("eval/wait_s")
         record.extra |= clock.laps
         figures |= {"eval/step": self.step, **of_all, "eval/total_s": clock.laps["eval/wait_s"]}
-        await self._note(Evaluation(self.step, self.policy_version, {}, figures), record)
+        record.evaluations.append(Evaluation(self.step, self.policy_version, {}, figures))
 
     def _packed(self, lessons: Sequence[Lesson]) -> tuple[list[Sample], list[list[list[Sample]]]]:
         """(all samples, the microbatches of each rank)."""

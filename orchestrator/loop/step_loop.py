@@ -29,7 +29,6 @@ from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import step_of
 from slipstream.orchestrator.errors import CheckpointLost, OrchestratorError, TrainingStopped
-from slipstream.orchestrator.figures.held_out import Evaluation
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.files.step_rows import StepRecord
@@ -195,21 +194,19 @@ class StepLoop(ABC):
             self._checkpoints.discard(partial)
             raise
 
-    async def _save_to_judge(self) -> None:
+    async def _judge(self, record: StepRecord, *, is_evaluated: bool) -> None:
         """Save an evaluated step, or one that is evaluated beside training, for its checkpoint may be the best one
-        (run.keep_best). A run that dies while an evaluation is awaited makes the step and its row again."""
-        if self._best is not None and self.step > 0:
+        (run.keep_best), and keep the best of those whose evaluations the row has. A run that is killed before the row
+        is there makes the step again; one that is killed after it finds the figure there."""
+        if self._best is None:
+            return
+        if is_evaluated:
             self._best.evaluating(self.step)
             await self.save()
-
-    async def _note(self, evaluation: Evaluation, record: StepRecord) -> None:
-        """Put an evaluation into a row, and keep its step's checkpoint if it is the best one."""
-        record.evaluations.append(evaluation)
-        if self._best is not None and evaluation.step > 0:
-            if evaluation.step == self.step:
-                await self._save_to_judge()
-            value = evaluation.figures.get(str(self._config.run.keep_best))
-            await asyncio.to_thread(self._best.judge, evaluation.step, value)
+        for evaluation in record.evaluations:
+            if evaluation.step > 0:
+                value = evaluation.figures.get(str(self._config.run.keep_best))
+                await asyncio.to_thread(self._best.judge, evaluation.step, value)
 
     async def _load(self, path: Path) -> None:
         state = await asyncio.to_thread(self._checkpoints.read, path)

@@ -1,5 +1,6 @@
 """A resumed run compares an evaluation with the best one before only where both figures mean the same."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,3 +87,21 @@ def test_a_figure_is_compared_with_whatever_else_has_changed(
     BestCheckpoint(store, change(config), up_to_step=2).judge(2, 0.4)
     assert not caplog.messages
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(("change", "best"), [(lambda config: config, 3), (_with("data", eval_path="harder.jsonl"), 1)])
+def test_a_figure_without_a_verdict_counts_if_it_means_the_same(change: Change, best: int, tmp_path: Path) -> None:
+    """A killed run had written the rows; a figure by other options is no candidate, at any later resume either."""
+    store, config = _two_checkpoints(tmp_path / "checkpoints", "eval/reward")
+    store.spared |= {2, 3}
+    for step in (3, 4):
+        store.finish(store.begin(step), RunState(step, step, {}, {}, BufferState()))
+    figures = {1: 0.5, 2: 0.6, 3: 0.75, 5: 9.0}
+    rows = [json.dumps({"step": step, "eval/reward": value}) for step, value in figures.items()]
+    (tmp_path / "evaluations.jsonl").write_text("\n".join([*rows, ""]))
+    for _ in range(2):
+        BestCheckpoint(CheckpointStore(store.folder, keep=1, options={}), change(config), up_to_step=4)
+        assert json.loads((store.folder / "best.json").read_text())["step"] == best
+        assert (store.folder / "best").resolve().name == f"step-{best:06d}"
+    BestCheckpoint(store, config, up_to_step=0)
+    assert not (store.folder / "best").is_symlink(), "its step is made again"
