@@ -2,7 +2,9 @@
 engines hold the same bytes as after a whole publish, less is sent, and nothing is assumed of what an engine holds.
 """
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from slipstream.conf.schema import TrainMode
 from slipstream.weight_sync.changes import max_records
 from slipstream.weight_sync.pipeline.landings import Landing
 from slipstream.weight_sync.pipeline.staging_slots import Slots
+from slipstream.weight_sync.publish import publisher as publisher_module
 
 
 @pytest.mark.parametrize(
@@ -129,6 +132,25 @@ def test_changes_land_while_engines_serve_and_what_goes_whole_is_written_once_th
     assert (report.num_committed, report.num_takers) == (2, 1) and world.all_hold_it(), report
     assert seen == {(number, is_ahead, is_ahead) for number in (0, 1) for is_ahead in (True, False)}
     assert world.whole_bytes / 2 < report.num_bytes < world.whole_bytes
+
+
+def test_what_is_sent_ahead_is_in_the_timeline_and_its_seconds_are_in_the_report(make_world, monkeypatch, tmp_path):
+    world = make_world()
+    world.publish()
+    world.step()
+    publisher, clock = world.rank.delivery._publisher, SimpleNamespace(now=0.0)
+    monkeypatch.setattr(publisher_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    ahead = publisher._pipeline.send_ahead
+
+    def send_ahead(*given, **more):
+        clock.now += 1000.0
+        return ahead(*given, **more)
+
+    monkeypatch.setattr(publisher._pipeline, "send_ahead", send_ahead)
+    report = publisher.publish(1, trace=tmp_path / "trace.json")
+    assert report.num_committed == report.num_takers == 1 and report.total_s >= 1000.0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(one["args"].get("bytes", 0) for one in events if one["name"].startswith("load ")) == report.num_bytes
 
 
 def test_only_loads_of_which_something_goes_whole_are_packed_again(make_world, monkeypatch):

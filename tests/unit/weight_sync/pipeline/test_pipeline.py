@@ -18,7 +18,7 @@ from cases.pipeline_world import (
 )
 from cases.plan_tables import by_name
 from fakes.memory_transport import Fault
-from fakes.publish import DictSource, engine_layout
+from fakes.publish import DictSource, checkpoint, engine_layout
 
 from slipstream.weight_sync.errors import PlanError, WatermarkError
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
@@ -157,18 +157,21 @@ def test_a_watermark_without_room_for_staging_is_refused() -> None:
         World(1, HASH_BYTES + 100)
 
 
-def test_a_task_larger_than_a_slot_is_refused() -> None:
+def test_a_task_larger_than_a_slot_is_refused_and_one_as_large_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    plan = build_plan(
-        [world.source.layout()],
-        [[engine_layout(rank) for rank in range(NUM_RANKS)]],
-        max_task_bytes=10 * world.pipeline.max_task_bytes,
-    )
-    pipeline = Pipeline(
-        world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 128, verify_hashes=True
-    )
-    with pytest.raises(PlanError, match="does not fit a staging slot"):
-        pipeline.load(plan.tasks[0])
+    layouts = [engine_layout(rank) for rank in range(NUM_RANKS)]
+    plan = build_plan([world.source.layout()], [layouts], max_task_bytes=1 << 10)
+    largest = max(task.num_bytes for task in plan.tasks[0])
+    monkeypatch.setattr(budget, "SLOT_ALIGNMENT_BYTES", 2)
+    for watermark_bytes, fits in ((HASH_BYTES + 2 * largest, True), (HASH_BYTES + 2 * largest - 1, False)):
+        pipeline = Pipeline(
+            world.source, world.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True
+        )
+        if fits:
+            pipeline.load(plan.tasks[0])
+            continue
+        with pytest.raises(PlanError, match="does not fit a staging slot"):
+            pipeline.load(plan.tasks[0])
 
 
 @pytest.mark.parametrize("verify_hashes", [True, False])
@@ -200,17 +203,17 @@ def test_a_slot_is_as_large_as_the_largest_task_of_a_short_schedule() -> None:
     assert (report.errors, report.num_bytes) == ({}, small.num_bytes + large.num_bytes)
 
 
-def test_a_task_as_large_as_a_slot_fits_and_a_publish_needs_a_plan() -> None:
+def test_a_publish_needs_a_plan() -> None:
     world = World()
-    limit = world.pipeline._limits.max_slot_bytes
-    largest = max(task.num_bytes for task in world.plan.tasks[0])
-    assert limit >= largest, "a plan's tasks are a part of a slot"
     empty = Pipeline(world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 256, verify_hashes=True)
     empty.prepare(1)
     assert "a publish before there is a plan" in empty.run(1, world.bindings(), world.budgets_s).report.errors[0]
     assert world.source.num_ends == 1
     empty.cancel()
     assert world.source.num_ends == 1, "nothing is prepared any more"
+    empty.prepare(2)
+    empty.cancel()
+    assert world.source.num_ends == 2, "it had begun, though there is no plan"
 
 
 def test_seconds_of_packing_are_those_of_the_first_loads_and_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +267,15 @@ def test_what_a_source_declared_is_accounted_for_also_where_it_holds_less() -> N
         said = world.run(3).report.errors
         assert (said == {}) == is_right, said
         assert is_right or f"would hold {SMALL_WATERMARK + 101} temporary bytes" in said[0]
+
+
+def test_a_publish_whose_source_could_not_begin_ahead_is_not_packed_afterwards() -> None:
+    world = World()
+    world.source.begin_error = RuntimeError("gather broke")
+    assert world.pipeline.send_ahead(1, world.bindings(), {}, 5.0) == {}, "no replica failed"
+    world.source.tensors, world.source.begin_error = checkpoint(0), None
+    assert world.run(1).report.errors == {0: "RuntimeError: gather broke"}
+    assert (world.source.num_reads, world.source.num_ends) == (0, 1)
 
 
 def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:

@@ -28,6 +28,7 @@ from slipstream.weight_sync.pipeline.sums import Sums
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish import publisher as module
 from slipstream.weight_sync.publish.collectives import Meeting
+from slipstream.weight_sync.publish.costs import Costs
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.rank0 import Rank0
 from slipstream.weight_sync.publish.report import EXCLUDED
@@ -350,7 +351,8 @@ def test_what_one_replica_proved_is_known_of_equal_ranks_of_those_that_missed_it
 def test_a_replica_to_which_a_rank_cannot_send_changes_ahead_is_asked_nothing_and_the_first_such_rank_is_named(
     make, monkeypatch: pytest.MonkeyPatch, errors: tuple[dict[int, str], ...]
 ) -> None:
-    world = make(zone=1 << 12)
+    world, costed = make(zone=1 << 12), []
+    monkeypatch.setattr(Costs, "note", lambda _, report, num_ranks: costed.append((report.version, num_ranks)))
     for version in range(2):
         assert committed(report := world.publish(version)) == [True, True]
     assert report.num_takers == 4
@@ -366,3 +368,4 @@ def test_a_replica_to_which_a_rank_cannot_send_changes_ahead_is_asked_nothing_an
     states = [endpoint.endpoint.state for endpoint in world.endpoints]
     assert [(state.is_serving, state.version) for state in states] == [(True, 2), (True, 1)], "what it had, whole"
     assert committed(world.publish(3)) == [True, True]
+    assert sorted(costed) == [(version, 4) for version in (0, 0, 1, 1, 3, 3)], "on every rank, if all engines committed"
