@@ -12,6 +12,7 @@ all ranks, nor which calls change a rank (ray_handles.py); how ranks start (trai
 Invariant: ranks are used again only when every noted call was made again on all of them.
 """
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -108,6 +109,7 @@ class Rebirth:
         on_all: makes one call on all ranks.
         max_restarts: of all ranks together, in this run.
         start_timeout_s: longest that ranks may take to be up.
+        backoff_s: pause after a start that failed; doubles with every further one. The first start comes at once.
     """
 
     def __init__(
@@ -119,12 +121,13 @@ class Rebirth:
         *,
         max_restarts: int,
         start_timeout_s: float,
+        backoff_s: float = 1.0,
     ) -> None:
         self.engines = Engines()
         self.down_s: list[float] = []
         """Per restart: the seconds from the failed call to ranks that could be called again."""
         self._cluster, self._start, self._keepers, self._on_all = cluster, start, keepers, on_all
-        self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
+        self._max_restarts, self._start_timeout_s, self._backoff_s = max_restarts, start_timeout_s, backoff_s
         self._num_begun = 0
         """Restarts that were begun."""
         self._noted: list[_Noted] = []
@@ -252,13 +255,14 @@ class Rebirth:
         """
         if self._why_not or not any(who in self._cluster.dead for who in ranks.names):
             raise error
-        began = time.monotonic()
+        began, pause_s = time.monotonic(), 0.0
         while True:
             if self._num_begun >= self._max_restarts:
                 raise TrainingStopped(
                     f"{error}. Trainer ranks are not started again: trainer.max_restarts={self._max_restarts} are used "
                     "up. Find out why they die, and go on with slipstream resume"
                 ) from error
+            await asyncio.sleep(pause_s)
             self._num_begun += 1
             logger.warning(
                 "%s; all of %s are started again (%d of trainer.max_restarts=%d)",
@@ -278,6 +282,7 @@ class Rebirth:
                 again = await self._bring_up_to_date(ranks, number, keepers)
             except (OrchestratorError, FleetError) as another:
                 error = another
+                pause_s = max(self._backoff_s, 2 * pause_s)
                 continue
             self.down_s.append(time.monotonic() - began)
             logger.info(

@@ -59,7 +59,7 @@ class Actor:
 class Cast:
     """A cluster, ranks and keepers; `kept` are the numbers of states that all ranks have."""
 
-    def __init__(self, *, max_restarts: int = 3, lack: str = "") -> None:
+    def __init__(self, *, max_restarts: int = 3, lack: str = "", backoff_s: float = 0.0) -> None:
         self.dead: dict[str, str] = {}
         self.kept: set[int] = set()
         self.is_written = True
@@ -74,8 +74,14 @@ class Cast:
         self.no_keeper: Exception | None = None
         self.lack = lack
         self.rebirth = Rebirth(
-            self, self.start, self, self.call_all, max_restarts=max_restarts, start_timeout_s=5.0,  # type: ignore[arg-type]
-        )  # fmt: skip
+            self,  # type: ignore[arg-type]
+            self.start,
+            self,  # type: ignore[arg-type]
+            self.call_all,
+            max_restarts=max_restarts,
+            start_timeout_s=5.0,
+            backoff_s=backoff_s,
+        )
 
     async def group(self) -> RayTrainerGroup:
         group = RayTrainerGroup(self, await self.start(0), self.rebirth, is_lora=True)  # type: ignore[arg-type]

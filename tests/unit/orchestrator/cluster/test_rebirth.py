@@ -231,6 +231,26 @@ async def test_restarts_that_fail_count_and_the_last_one_ends_the_run() -> None:
         await step(group)
 
 
+async def test_the_pause_after_a_start_that_failed_doubles_and_the_first_start_comes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full disk, or the memory of a GPU that is not free yet, would use up all restarts within seconds."""
+    (cast, group), pauses, sleep = await started(max_restarts=4, backoff_s=3.0), list[float](), asyncio.sleep
+
+    async def at_once(delay: float) -> None:
+        if delay:
+            pauses.append(delay)
+        await sleep(0)
+
+    await step(group)
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    cast.start_fails = 4
+    cast.lives[0][0].is_dead = True
+    with pytest.raises(TrainingStopped, match="are used up"):
+        await step(group)
+    assert pauses == [3.0, 6.0, 12.0], "none before the first, and none after the last"
+
+
 async def test_without_a_death_or_a_state_the_error_ends_the_run() -> None:
     cast, group = await started()
 
