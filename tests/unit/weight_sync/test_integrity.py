@@ -78,11 +78,11 @@ def test_as_many_blocks_are_hashed_at_once_as_the_scratch_has_room_for(
 def test_a_kernel_reads_a_range_in_units_that_divide_its_address_its_place_and_its_size() -> None:
     base = torch.zeros(64, dtype=torch.uint8)
     at_16, at_4, short, odd, nothing = base[:32], base[4:36], base[:20], base[:3], base[:0]
-    ranges = [(at_16, 0), (at_16, 4), (at_4, 0), (short, 0), (odd, 0), (nothing, 0), (at_16, 4080)]
+    ranges = [(at_16, 0), (at_16, 4), (at_4, 0), (short, 0), (odd, 0), (nothing, 0), (at_16, 4080), (at_16, 4064)]
     tables = integrity._tables(ranges)
     numbers = {table.alignment: table.rows[:, 5].tolist() for table in tables}
     num_blocks = {table.alignment: table.rows[:, 4].tolist() for table in tables}
-    assert (numbers, num_blocks) == ({16: [0, 6], 4: [1, 2, 3], 1: [4]}, {16: [1, 2], 4: [1, 1, 1], 1: [1]})
+    assert (numbers, num_blocks) == ({16: [0, 6, 7], 4: [1, 2, 3], 1: [4]}, {16: [1, 2, 1], 4: [1, 1, 1], 1: [1]})
     assert {table.alignment: (table.max_blocks, len(table.across)) for table in tables} == {
         16: (2, 2), 4: (1, 1), 1: (1, 1)
     }  # fmt: skip

@@ -84,7 +84,9 @@ def test_a_figure_is_compared_with_whatever_else_has_changed(
     metric: str, change: Change, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, config = _two_checkpoints(tmp_path, metric)
-    BestCheckpoint(store, change(config), up_to_step=2).judge(2, 0.4)
+    resumed = BestCheckpoint(store, change(config), up_to_step=2)
+    for step in (2, 1):
+        resumed.judge(step, 0.6 if "loss" in metric else 0.4)
     assert not caplog.messages
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 2]
 

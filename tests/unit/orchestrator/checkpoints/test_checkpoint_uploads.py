@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest.mock import Mock
@@ -197,6 +198,20 @@ def test_a_store_that_hangs_does_not_keep_a_run_from_ending(
         assert uploads.needs(tmp_path / "step-000001"), "it was given up while it was being sent"
     finally:
         answers.set()
+
+
+def test_what_was_sent_may_go_from_the_disk(
+    remote: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectStore, "send", lambda *_: None)
+    uploads = CheckpointUploads(remote, tmp_path / "remote.json", keep=1, spared=set[int])
+    uploads.begin([])
+    uploads.offer(tmp_path / "step-000001")
+    for _ in range(3000):
+        if uploads.needs(tmp_path / "step-000001"):
+            time.sleep(0.01)
+    assert not uploads.needs(tmp_path / "step-000001")
+    uploads.close()
 
 
 def test_a_store_that_says_nothing_is_named(remote: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

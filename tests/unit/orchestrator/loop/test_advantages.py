@@ -142,7 +142,8 @@ def test_truncated_responses_count_in_the_baseline_alone() -> None:
     """Rewards 1, 0, 1, 1, the last two of responses that were cut: mean 3/4, so 1/4 and -3/4 are left; of the first two
     alone the mean would be 1/2."""
     group = make_group([1.0, 0.0, 1.0, 1.0], [2, 3, 4, 4])
-    group.rollouts[2:] = [replace(rollout, finish_reason="length") for rollout in group.rollouts[2:]]
+    reasons = ("stop", "tool_calls", "length", "length")
+    group.rollouts[:] = [replace(one, finish_reason=why) for one, why in zip(group.rollouts, reasons, strict=True)]
     config = AlgorithmConfig(mask_truncated=True, advantage="group")
     samples = build_samples([group], config)
     assert [sample.num_valid_tokens for sample in samples] == [2, 3]

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.clock import on_jumping_clock
 from fakes.loop import FakePrompts, Loop, make_config
 from fakes.workers import FakeWorker
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
+from slipstream.fleet.errors import WaitTimeout
 from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.loop.controller import Controller
 from slipstream.orchestrator.loop.sampler import Sampler
 from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.errors import DataError
@@ -187,6 +190,70 @@ async def test_a_row_that_cannot_be_a_prompt_ends_the_run_with_its_state_saved(t
         await loop.run()
     state = loop.checkpoints.read(loop.checkpoints.newest())
     assert state.step >= 1 and state.prompts == {"cursor": 8}
+
+
+NO_BUFFER: Any = SimpleNamespace()
+
+
+def slow_services(group_s: float) -> Any:
+    """Each of three held-out groups takes so long."""
+
+    async def generate_group(_: Prompt, n: int, *__: object) -> list[Rollout]:
+        await asyncio.sleep(group_s)
+        return [Rollout([5], [-0.5], [0], "right", "stop")] * n
+
+    async def score_group(_: Prompt, judged: list[Rollout]) -> list[Judgement]:
+        return [Judgement(1.0)] * len(judged)
+
+    return SimpleNamespace(
+        episodes=None, router=SimpleNamespace(generate_group=generate_group), teacher=None,
+        rewards=SimpleNamespace(score_group=score_group), activities=SimpleNamespace(note=lambda *_: None),
+        eval_sets={"held": [Prompt(1000 + number, (1,), "a") for number in range(3)]},
+    )  # fmt: skip
+
+
+@on_jumping_clock
+async def test_an_evaluation_is_waited_for_while_its_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, each in less than a group may take, and all of them in more."""
+    monkeypatch.setattr(Sampler, "patience_s", 60.0)
+    config = make_config()
+    config = replace(config, rollout=replace(config.rollout, max_concurrent_groups=1))
+    config = replace(config, run=replace(config.run, eval_samples_per_prompt=3))
+    sampler = Sampler(config, slow_services(50.0), NO_BUFFER)
+    assert [group.rewards for group in (await sampler.evaluate())["held"]] == [[1.0] * 3] * 3
+    sampler = Sampler(config, slow_services(70.0), NO_BUFFER)
+    with pytest.raises(WaitTimeout, match="gave up after 60 s of waiting for the evaluation of 3 prompts"):
+        await sampler.evaluate()
+
+
+@on_jumping_clock
+async def test_a_batch_is_waited_for_while_groups_end_and_its_error_says_what_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Sampler, "patience_s", 60.0)
+    roster = SimpleNamespace(num_serving=2)
+    services = slow_services(0.0)
+    services.supervisor = SimpleNamespace(roster=roster)
+    controller = object.__new__(Controller)
+    controller._config, controller.services, controller.policy_version = make_config(), services, 0
+    controller.sampler = Sampler(make_config(), services, NO_BUFFER)
+    controller.sampler.num_uninformative, controller._num_reported = 7, (1, 3, 1, 1, 1)
+
+    async def take_batch(_: int) -> str:
+        for _ in range(3):
+            await asyncio.sleep(50.0)
+            controller.sampler.num_generated += 1
+        if is_lost:
+            await asyncio.sleep(70.0)
+        return "a batch"
+
+    buffer: Any = SimpleNamespace(take_batch=take_batch, num_ready=1)
+    controller.buffer, is_lost = buffer, False
+    assert await controller._next_batch() == "a batch"
+    is_lost = True
+    said = "a batch: 1 of 3 groups are in, 2 replicas serve, 4 groups had equal rewards and were replaced"
+    with pytest.raises(WaitTimeout, match=f"waiting for {said}"):
+        await controller._next_batch()
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_the_publisher_that_described_last_has_the_replica_from_its_begin_on(
     assert isinstance(first.describe(), Described)
     assert isinstance(second.describe(), Described)
     assert isinstance(first.begin(1), Begun), "to look on is not to take over"
+    assert first.ask(ReplicaVerbs.abort, first.publish(1), "gave up") is None, "nor later in that publish"
     assert isinstance(second.begin(2), Begun)
     for answer in (
         first.begin(3),
@@ -196,6 +197,32 @@ def test_a_replica_that_was_given_up_is_asked_nothing_until_it_is_replaced(
     finally:
         other.close()
         again.close()
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+@pytest.mark.parametrize("verb", ["pause", "begin", "verify", "commit"])
+def test_a_call_that_fails_leaves_the_replica_dirty_and_its_own_error_is_told(
+    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch, verb: str, aborts: bool
+) -> None:
+    """Also where the engine cannot even be told of it."""
+
+    async def nothing_to_prove(*_: object) -> None: ...
+
+    publishers.append(publisher := Publisher(replica.address))
+    assert isinstance(publisher.describe(), Described)
+    replica.engine.fail_on[verb] = IntegrityError("torn")
+    if not aborts:
+        replica.engine.fail_on["abort"] = RuntimeError("the engine is gone")
+    if verb == "commit":
+        monkeypatch.setattr(replica.engine, "verify", nothing_to_prove)
+    answer = publisher.begin(1)
+    if verb in ("verify", "commit"):
+        assert isinstance(answer, Begun)
+        answer = publisher.ask(ReplicaVerbs.commit, publisher.publish(1), ())
+    assert type(answer) is IntegrityError and str(answer) == f"{replica.address}: torn"
+    assert replica.endpoint.state == VersionState(Phase.dirty, version=1, epoch=1, digest="d")
+    assert replica.engine.calls[-2:] == [verb, "abort"]
+    assert replica.engine.abort_reasons == ["IntegrityError: torn"] * aborts
 
 
 def test_a_message_longer_than_a_frame_arrives_whole(replica: Replica, publishers: list[Publisher]) -> None:
@@ -331,10 +358,13 @@ def test_a_silent_replica_is_waited_for_until_its_own_deadline_and_named_meanwhi
     cable = Cable(replica.address)
     publishers.append(publisher := Publisher(cable.address))
     assert isinstance(publisher.describe(), Described)
+    publisher.clients.replace(1, replica.address)
     cable.is_cut = True
     began = time.monotonic()
     caplog.set_level(logging.WARNING)
-    assert isinstance(publisher.begin(1, 0.25), TransferTimeout)
+    given = (publisher.publish(1), ())
+    answers = publisher.clients.call(ReplicaVerbs.begin, {0: given, 1: given}, {0: 0.25, 1: 6.0})
+    assert isinstance(answers[0], TransferTimeout) and isinstance(answers[1], Begun)
     assert time.monotonic() - began < 5.0
     assert publisher.clients.answer_s[0] >= 0.25
     assert any(record.getMessage() == f"begin: waited 0 s for {cable.address}" for record in caplog.records)

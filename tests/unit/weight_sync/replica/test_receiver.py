@@ -83,6 +83,16 @@ def test_bytes_that_did_not_change_although_the_source_did_are_named(rank: Rank)
         rank.verify(5, epoch=2)
 
 
+def test_a_parameter_of_zeros_is_proven_like_any_other(rank: Rank) -> None:
+    """Its hash is 0. A B of a fresh adapter is one, and so are many biases."""
+    zeros = publish.expected_of(sums_of(4) | {"norm": (10, 0)})
+    rank.begin(4)
+    with pytest.raises(IntegrityError, match=r"1 of 5 parameters .* norm "):
+        rank.verify(4, zeros)
+    rank.params["norm"].zero_()
+    rank.verify(4, zeros)
+
+
 def test_bytes_never_written_are_named(rank: Rank) -> None:
     rank.begin(4, skip=("qk",))
     with pytest.raises(IntegrityError, match=r"qk .*is all zeros"):

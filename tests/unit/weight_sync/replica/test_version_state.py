@@ -95,9 +95,16 @@ def test_an_epoch_is_used_once() -> None:
             state.begin(8, epoch, "d")
 
 
-def test_a_replica_may_go_back_to_an_older_version() -> None:
-    state = VersionState().begin(7, 1, "d").verified(7, 1, "d").committed(7, 1)
-    assert state.begin(0, 2, "d").version == 0
+@pytest.mark.parametrize("leaves", [lambda s: s, VersionState.invalidate, lambda s: s.begin(8, 2, "left"),
+                                    lambda s: s.begin(8, 2, "left").verified(8, 2, "left"),
+                                    lambda s: s.begin(8, 2, "left").failed(2)])  # fmt: skip
+@pytest.mark.parametrize("version", [0, 7, 8, 9])
+def test_whatever_was_before_a_publish_of_any_version_and_plan_can_be_served(
+    leaves: Callable[[VersionState], VersionState], version: int
+) -> None:
+    before = leaves(VersionState().begin(7, 1, "first").verified(7, 1, "first").committed(7, 1))
+    after = before.begin(version, 3, "other").verified(version, 3, "other").committed(version, 3)
+    assert after == VersionState(Phase.clean, version, 3, "other")
 
 
 PUBLISH = PublishId("5e", version=3, epoch=4, digest="9f")
