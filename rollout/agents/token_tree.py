@@ -214,7 +214,7 @@ class TokenTree:
         if turn.stop_text:
             anchor = self._chat.encode(turn.stop_text)
             whole = self._chat.encode(turn.stop_text + added)
-            if len(anchor) == 1 and whole[:1] == anchor:
+            if whole[:1] == anchor:  # a token of its own, also with a text behind it
                 return whole[1:]
         return self._chat.encode(added)
 

@@ -57,7 +57,7 @@ class Router(nn.Module):
         """Args: `norm_eps` is that of the unit length in which Gemma 4's router reads tokens."""
         super().__init__()
         self.moe, self.eps = moe, norm_eps
-        self.wide = moe.is_beside_dense or numerics.router_weights is RouterFormat.float32
+        self.wide = numerics.router_weights is RouterFormat.float32
         as_engine = RouterLogits.model if moe.engine_rounds_logits else RouterLogits.float32
         chosen = as_engine if numerics.router_logits is RouterLogits.engine else numerics.router_logits
         self.narrow_logits = chosen is RouterLogits.model

@@ -286,6 +286,15 @@ async def test_closing_ends_what_waits_and_nothing_fails_or_starts_after_it() ->
     cast.gate.clear()
     await cast.fail(0)
     await until(lambda: cast.num_started == 1)
+
+    async def fails_as_it_is_ended() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await cast.fail(1)
+
+    cast.supervisor.roster.spawn(fails_as_it_is_ended())
+    await turns()
     await cast.supervisor.close()
     cast.gate.set()
     await turns()

@@ -6,7 +6,7 @@ from cases.moe_cases import make_experts, run
 
 from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.trainer.kernels.experts.dequant import GROUP
-from slipstream.trainer.moe.bank import Towards, UnpackBuffers
+from slipstream.trainer.moe.bank import PackedBank, Towards, UnpackBuffers
 from slipstream.trainer.moe.experts import Experts
 
 
@@ -48,6 +48,18 @@ def test_packed_experts_are_plain_experts_of_the_unpacked_values(expert_format):
     again.load_state_dict(middle.state_dict())
     for name, buffer in again.named_buffers():
         assert torch.equal(buffer, bits[name]), name
+
+
+def test_the_forward_asks_for_weights_on_the_way_to_the_output_and_the_backward_to_the_input(monkeypatch):
+    """The neighbour that is used next is unpacked meanwhile, where that can be done at the same time."""
+    asked = []
+    weights = PackedBank.weights
+    monkeypatch.setattr(PackedBank, "weights", lambda bank, towards: asked.append(towards) or weights(bank, towards))
+    unpacked = UnpackBuffers(torch.bfloat16)
+    experts = make_experts(dtype=torch.bfloat16, expert_format=ExpertFormat.int4, unpacked=unpacked)
+    fill_packed(experts)
+    run(experts)
+    assert asked == [Towards.output, Towards.input]
 
 
 def test_rows_that_are_not_whole_groups_are_refused():

@@ -53,6 +53,10 @@ def test_gspo_bounds_the_mean_of_a_sequence_and_not_its_sum():
     zeros = torch.zeros(8, dtype=torch.float64)
     tokens = tokens_of(zeros + 5, zeros, zeros - 1, (8,))
     torch.testing.assert_close(LOSSES["gspo"](tokens, AlgorithmConfig(loss="gspo")).loss_N, zeros + math.exp(5))
+    one = torch.zeros(8, dtype=torch.float64)
+    one[3] = 24.0  # beyond the bound, and within it as a mean
+    tokens = tokens_of(one, zeros, zeros - 1, (8,))
+    torch.testing.assert_close(LOSSES["gspo"](tokens, AlgorithmConfig(loss="gspo")).loss_N, zeros + math.exp(3))
 
 
 @pytest.mark.parametrize("loss", SHIPPED_LOSSES)
