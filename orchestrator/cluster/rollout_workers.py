@@ -68,7 +68,7 @@ class RolloutWorkers:
     def __init__(
         self, run: RunContext, model_folder: Path, rooms: Rooms, check_node: Callable[[str], Awaitable[None]]
     ) -> None:
-        config, hf_config = run.config, run.hf_config
+        config = run.config
         self.workers: dict[str, RayRolloutWorker] = {}
         """By the name that each had first, without those that have gone; after `start`."""
         self.rooms = rooms
@@ -79,21 +79,9 @@ class RolloutWorkers:
         self._num_starts: Counter[str] = Counter()
         self._forks: dict[str, asyncio.Future[type[ForkServerActor]]] = {}
         """The fork server of each node."""
-        self._options = WorkerOptions(
-            folder=model_folder,
-            config=replace(config.rollout, max_num_seqs=config.engine_num_seqs),
-            weight_sync=config.weight_sync,
-            dtype=config.model.dtype,
-            device=Device(run.device),
-            tensors=engine_checkpoint(hf_config, config.model.dtype),
-            key=run.sync_key,
-            adapters=adapter_slots(config, hf_config),
-            own_merge=own_merge(config, hf_config),
-            routing=routing_shape(config, hf_config),
-            keep_special_tokens=config.reward.keep_special_tokens,
-            batch_invariant=config.is_bitwise,
-            num_versions_kept=config.algorithm.max_staleness_steps + 1 if may_outlive else 0,
-        )
+        options = worker_options(config, run.hf_config, model_folder, Device(run.device), run.sync_key)
+        num_kept = config.algorithm.max_staleness_steps + 1 if may_outlive else 0
+        self._options = replace(options, num_versions_kept=num_kept)
 
     async def start(self, num_workers: int, nodes: Iterable[str]) -> None:
         """Start so many, which have their room, and their engines.
@@ -243,6 +231,30 @@ class RolloutWorkers:
             yield
         finally:
             watching.cancel()
+
+
+def worker_options(
+    config: RunConfig, hf_config: JsonObject, model_folder: Path, device: Device, sync_key: bytes
+) -> WorkerOptions:
+    """What every worker of a run is built from.
+
+    Args:
+        model_folder: config and tokenizer, without weights.
+    """
+    return WorkerOptions(
+        folder=model_folder,
+        config=replace(config.rollout, max_num_seqs=config.engine_num_seqs),
+        weight_sync=config.weight_sync,
+        dtype=config.model.dtype,
+        device=device,
+        tensors=engine_checkpoint(hf_config, config.model.dtype),
+        key=sync_key,
+        adapters=adapter_slots(config, hf_config),
+        own_merge=own_merge(config, hf_config),
+        routing=routing_shape(config, hf_config),
+        keep_special_tokens=config.reward.keep_special_tokens,
+        batch_invariant=config.is_bitwise,
+    )
 
 
 def own_merge(config: RunConfig, hf_config: JsonObject) -> OwnMergeSpec | None:

@@ -116,33 +116,21 @@ def make_rank(
     return made
 
 
-def rank_of(
-    config: RunConfig,
-    key: bytes,
-    *,
-    weight_sync: WeightSyncConfig | None = None,
-    hf_config: JsonObject | None = None,
-    device: str = "cpu",
-) -> TrainerRank:
-    """The only rank of a run of four steps, not loaded yet.
-
-    Args:
-        weight_sync: None: the run's.
-        hf_config: Of the model; None: what the run says.
-    """
+def rank_of(config: RunConfig, key: bytes, *, hf_config: JsonObject, device: str = "cpu") -> TrainerRank:
+    """The only rank of a run of four steps, not loaded yet. `hf_config` is prepare_model's."""
     return TrainerRank(
         TrainerOptions(
             model=config.model,
             trainer=config.trainer,
             algorithm=config.algorithm,
             sampling_temperature=1.0,
-            weight_sync=weight_sync or config.weight_sync,
+            weight_sync=config.weight_sync,
             seed=3,
             num_steps=4,
             world_size=1,
             rendezvous="",
             device=device,
-            hf_config=hf_config or config.model.hf_config,
+            hf_config=hf_config,
             sync_key=key,
         )
     )

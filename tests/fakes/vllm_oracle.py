@@ -14,10 +14,20 @@ import torch
 
 from fakes.readable_engine import READER
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE
+from slipstream.rollout.engine.engine_options import engine_arguments
 from slipstream.rollout.in_vllm.process_imports import import_vllm
+from slipstream.rollout.types import WorkerOptions
 
 ONLY_THE_LIKELIEST = 1e-6
 """top_p that makes sampling greedy, for requests that must have a temperature."""
+
+
+OF_THE_ENGINE = (
+    "dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "max_loras", "max_lora_rank",
+    "lora_target_modules", "enable_lora", "tensor_parallel_size", "enable_expert_parallel", "moe_backend",
+    "gpu_memory_utilization", "distributed_executor_backend", "all2all_backend",
+)  # fmt: skip
+"""What an oracle beside a worker has from its engine's arguments."""
 
 
 @contextmanager
@@ -112,9 +122,9 @@ def vllm_loads_and_samples(
 
 
 def vllm_serves_adapter(
-    base: Path, adapter: Path, prompt: list[int], *, num_tokens: int, seed: int, engine_options: dict[str, Any]
+    base: Path, adapter: Path, prompt: list[int], *, num_tokens: int, seed: int, options: WorkerOptions
 ) -> tuple[list[dict[str, str]], list[int], list[float]]:
-    """An engine in this process that loads a base and an adapter from disk by itself.
+    """An engine in this process that loads a base and an adapter from disk by itself, with a worker's options.
 
     Returns:
         By rank, sha256 of every buffer of the adapter's slot; and the tokens and log-probabilities of one response.
@@ -123,10 +133,13 @@ def vllm_serves_adapter(
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    arguments = engine_arguments(
+        options.folder, options.config, dtype=options.dtype, device=options.device, seed=1, adapters=options.adapters
+    )
     engine = LLM(
         model=str(base), load_format="safetensors", skip_tokenizer_init=True, disable_log_stats=True,
         worker_extension_cls=READER,
-        logprobs_mode="processed_logprobs", **engine_options,
+        logprobs_mode="processed_logprobs", **{name: arguments[name] for name in OF_THE_ENGINE if name in arguments},
     )  # fmt: skip
     params = SamplingParams(
         max_tokens=num_tokens, temperature=1.0, seed=seed, logprobs=0, ignore_eos=True, detokenize=False

@@ -16,14 +16,13 @@ from cases.rank_helpers import draw, rank_of
 from fakes.vllm_oracle import vllm_serves_adapter
 from safetensors.torch import save_file
 
-from slipstream.conf.architecture.families import read_config
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
-from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.types import AdapterSlotsSpec, Prompt, WorkerOptions
+from slipstream.orchestrator.cluster.rollout_workers import worker_options
+from slipstream.orchestrator.inputs.model_folder import prepare_model
+from slipstream.rollout.types import Prompt
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.rank import TrainerRank
-from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 from slipstream.weight_sync.layout import Region
 
 pytestmark = [
@@ -33,7 +32,6 @@ pytestmark = [
 ]
 
 KEY = b"k" * 32
-NUM_SLOTS = 3
 MAX_LOGPROB_ERROR = 0.05
 """bfloat16, and the order of LoRA's atomic sums."""
 PROMPT = Prompt(0, tuple(3 + (7 * i) % 60 for i in range(40)), "")
@@ -41,7 +39,7 @@ SHORT = SamplingConfig(max_tokens=8, stop_at_eos=False)
 
 
 def config_of(tp_size: int) -> RunConfig:
-    """Rank 6 in slots of rank 8."""
+    """Rank 6 in three slots of rank 8."""
     return load_run_config(
         [
             "experiment=quickstart", "cluster.device=cuda", "trainer.ep_size=1", "trainer.num_ranks=1",
@@ -49,16 +47,9 @@ def config_of(tp_size: int) -> RunConfig:
             "model.hf_config.head_dim=64", "model.hf_config.moe_intermediate_size=128", "rollout.max_model_len=512",
             "rollout.gpu_memory_utilization=0.3", f"rollout.tp_size={tp_size}",
             *["rollout.enable_expert_parallel=true"] * (tp_size > 1), "weight_sync.mode=adapter",
+            "algorithm.max_staleness_steps=1",
         ]
     )  # fmt: skip
-
-
-def slots_of(config: RunConfig) -> AdapterSlotsSpec:
-    tensors = read_config(config.model.hf_config).checkpoint_tensors("bfloat16")
-    lora = config.trainer.lora
-    return AdapterSlotsSpec(
-        NUM_SLOTS, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
-    )
 
 
 def save_for_vllm(trainer: TrainerRank, lora: LoraConfig, targets: tuple[str, ...], folder: Path) -> None:
@@ -76,18 +67,6 @@ def save_for_vllm(trainer: TrainerRank, lora: LoraConfig, targets: tuple[str, ..
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(targets)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-def engine_options(config: RunConfig) -> dict[str, Any]:
-    from slipstream.rollout.engine.engine_options import engine_arguments
-
-    names = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "max_loras",
-             "max_lora_rank", "lora_target_modules", "enable_lora", "tensor_parallel_size", "enable_expert_parallel",
-             "moe_backend", "gpu_memory_utilization", "distributed_executor_backend", "all2all_backend")  # fmt: skip
-    arguments = engine_arguments(
-        Path(), config.rollout, dtype=config.model.dtype, device=Device.cuda, seed=1, adapters=slots_of(config)
-    )
-    return {name: arguments[name] for name in names if name in arguments}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -108,20 +87,13 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     from slipstream.rollout.worker import RolloutWorker
 
     config = config_of(tp_size)
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(config.model.hf_config))
-    save_character_tokenizer(model, vocab_size=64)
-    slots = slots_of(config)
-    assert "experts" in slots.target_modules
-    options = WorkerOptions(
-        folder=model, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
-        device=Device.cuda, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
-        key=KEY, adapters=slots,
-    )  # fmt: skip
+    model = prepare_model(config.model, tmp_path / "model")
+    options = worker_options(config, model.hf_config, model.folder, Device.cuda, KEY)
+    slots = options.adapters
+    assert slots is not None and "experts" in slots.target_modules
     worker = RolloutWorker(options, seed=1, make_engine=ReadableEngine)
     address = await worker.start()
-    trainer = rank_of(config, KEY, device="cuda")
+    trainer = rank_of(config, KEY, hf_config=model.hf_config, device="cuda")
     try:
         trainer.load()
         trainer.states.save_merged(tmp_path / "base")  # B is still zero: the merged model is the base
@@ -156,7 +128,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     torch.cuda.empty_cache()
     theirs, tokens, logprobs = await asyncio.to_thread(
         vllm_serves_adapter, tmp_path / "base", tmp_path / "adapter", list(PROMPT.token_ids), num_tokens=8, seed=5,
-        engine_options=engine_options(config),
+        options=options,
     )  # fmt: skip
     assert [held[0] for held in ours] == theirs
     agreed = next((i for i, (a, b) in enumerate(zip(tokens, first.token_ids, strict=True)) if a != b), 8)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, RunConfig
-from slipstream.orchestrator.cluster.rollout_workers import adapter_slots
+from slipstream.orchestrator.cluster.rollout_workers import worker_options
 from slipstream.orchestrator.inputs.model_folder import prepare_model
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.types import Rollout, WorkerOptions
+from slipstream.rollout.types import Rollout
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.rank import TrainerRank
@@ -68,13 +68,8 @@ async def compare(tmp_path: Path, model: str) -> None:
     base = packed.write_packed_checkpoint(model, tmp_path / "base", seed=1)
     config = config_of(model, base)
     prepared = prepare_model(config.model, tmp_path / "model")
-    slots = adapter_slots(config, prepared.hf_config)
-    assert slots is not None
-    assert slots.base == base
-    options = WorkerOptions(
-        folder=prepared.folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
-        device=Device.cuda, tensors=(), key=KEY, adapters=slots,
-    )  # fmt: skip
+    options = worker_options(config, prepared.hf_config, prepared.folder, Device.cuda, KEY)
+    assert options.adapters is not None and options.adapters.base == base
     worker = RolloutWorker(options, seed=1, make_engine=VllmEngine)
     address = await worker.start()
     trainer = rank_of(config, KEY, hf_config=prepared.hf_config, device="cuda")

@@ -6,7 +6,6 @@ model's 28 pairs of experts, that of another position or version is rarely the s
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from cases.rank_helpers import draw, rank_of
 from cases.route_cases import own_routes
 from cases.samples import build_samples
 
-from slipstream.conf.architecture.families import read_config
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, RunConfig, SamplingConfig, SyncMode
-from slipstream.orchestrator.cluster.rollout_workers import adapter_slots, routing_shape
-from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.cluster.rollout_workers import worker_options
+from slipstream.orchestrator.inputs.model_folder import prepare_model
 from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.types import Group, Prompt, Rollout, WorkerOptions
+from slipstream.rollout.types import Group, Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.rank import TrainerRank
 
@@ -93,17 +91,11 @@ def config_of(mode: SyncMode, tp_size: int = 1) -> RunConfig:
 @asynccontextmanager
 async def started(folder: Path, mode: SyncMode, tp_size: int = 1) -> AsyncIterator[World]:
     config = config_of(mode, tp_size)
-    (folder / "config.json").write_text(json.dumps(config.model.hf_config))
-    save_character_tokenizer(folder, vocab_size=64)
-    options = WorkerOptions(
-        folder=folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
-        device=Device.cuda, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
-        key=KEY, adapters=adapter_slots(config, config.model.hf_config),
-        routing=routing_shape(config, config.model.hf_config),
-    )  # fmt: skip
+    model = prepare_model(config.model, folder)
+    options = worker_options(config, model.hf_config, model.folder, Device.cuda, KEY)
     worker = RolloutWorker(options, seed=1, make_engine=VllmEngine)
     address = await worker.start()
-    trainer = rank_of(config, KEY, device="cuda")
+    trainer = rank_of(config, KEY, hf_config=model.hf_config, device="cuda")
     try:
         trainer.load()
         adapters = [await worker.adapter_endpoint()] if mode is SyncMode.adapter else []

@@ -6,11 +6,9 @@ Adapters are drawn at random for every version, so that versions are far apart. 
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,15 +17,13 @@ from fakes.flipping_transport import FlippingTransport
 from fakes.readable_engine import ReadableEngine
 from fakes.vllm_oracle import vllm_serves_adapter
 
-from slipstream.conf.architecture.families import read_config
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, PauseMode, RunConfig, SamplingConfig
-from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.engine.engine_options import engine_arguments
-from slipstream.rollout.types import AdapterSlotsSpec, Prompt, Rollout, WorkerOptions
+from slipstream.orchestrator.cluster.rollout_workers import worker_options
+from slipstream.orchestrator.inputs.model_folder import prepare_model
+from slipstream.rollout.types import Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.rank import TrainerRank
-from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 from slipstream.weight_sync.publish.report import PublishReport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -47,28 +43,9 @@ def config_of() -> RunConfig:
             "experiment=quickstart", "model=tiny_qwen3", "trainer.ep_size=1", "trainer.num_ranks=1",
             "trainer.lora.rank=6", "trainer.lora.alpha=15", "model.dtype=bfloat16", "rollout.max_model_len=1024",
             "model.hf_config.max_position_embeddings=1024", "weight_sync.mode=adapter", "weight_sync.timeout_s=100",
+            f"algorithm.max_staleness_steps={NUM_SLOTS - 2}",
         ]
     )  # fmt: skip
-
-
-def engine_options() -> dict[str, Any]:
-    """Options of the worker's engine, for the oracle."""
-    names = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "max_loras",
-             "max_lora_rank", "lora_target_modules", "enable_lora")  # fmt: skip
-    config = config_of()
-    arguments = engine_arguments(
-        Path(), config.rollout, dtype=config.model.dtype, device=Device.cpu, seed=1, adapters=slots_of(config)
-    )
-    return {name: arguments[name] for name in names}
-
-
-def slots_of(config: RunConfig) -> AdapterSlotsSpec:
-    """What the worker is told."""
-    tensors = read_config(config.model.hf_config).checkpoint_tensors("bfloat16")
-    lora = config.trainer.lora
-    return AdapterSlotsSpec(
-        NUM_SLOTS, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
-    )
 
 
 class WatchedEngine(ReadableEngine):
@@ -90,6 +67,7 @@ class Setup:
     """One trainer rank, one worker."""
 
     folder: Path
+    options: WorkerOptions
     trainer: TrainerRank
     worker: RolloutWorker
     transport: FlippingTransport
@@ -136,21 +114,14 @@ class Setup:
 async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
     folder = tmp_path_factory.mktemp("adapter")
     config = config_of()
-    model_folder = folder / "model"
-    model_folder.mkdir()
-    (model_folder / "config.json").write_text(json.dumps(config.model.hf_config))
-    save_character_tokenizer(model_folder, vocab_size=64)
-    tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
-    options = WorkerOptions(
-        folder=model_folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
-        device=Device.cpu, tensors=tensors, key=KEY, adapters=slots_of(config),
-    )  # fmt: skip
+    model = prepare_model(config.model, folder / "model")
+    options = worker_options(config, model.hf_config, model.folder, Device.cpu, KEY)
     worker = RolloutWorker(options, seed=1, make_engine=WatchedEngine)
-    trainer = rank_of(config, KEY)
+    trainer = rank_of(config, KEY, hf_config=model.hf_config)
     trainer.load()
     transport = FlippingTransport(timeout_s=20)
     assert isinstance(worker.engine, WatchedEngine)
-    made = Setup(folder, trainer, worker, transport, worker.engine)
+    made = Setup(folder, options, trainer, worker, transport, worker.engine)
     address = await worker.start()
     try:
         slots = await worker.adapter_endpoint()
@@ -178,7 +149,7 @@ async def test_a_slot_holds_what_vllm_loads_from_disk_and_samples_the_same(setup
     assert len(held) == 1, "one slot holds the adapter, the others are zero"
     hashes, tokens, logprobs = await asyncio.to_thread(
         vllm_serves_adapter, setup.folder / "base", setup.adapter(1), list(PROMPT.token_ids), num_tokens=8, seed=5,
-        engine_options=engine_options(),
+        options=setup.options,
     )  # fmt: skip
     assert [held[0]] == hashes
     assert tokens == rollouts[0].token_ids

@@ -5,7 +5,6 @@ version. What the supervisor decides is written out here by hand; it decides its
 """
 
 import asyncio
-import json
 import multiprocessing
 import signal
 import time
@@ -18,11 +17,11 @@ import pytest
 import pytest_asyncio
 from cases.rank_helpers import draw, rank_of
 from fakes.readable_engine import ReadableEngine
-from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
+from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of
 
-from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Device
-from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.cluster.rollout_workers import worker_options
+from slipstream.orchestrator.inputs.model_folder import prepare_model
 from slipstream.rollout.errors import ReplicaNotServing
 from slipstream.rollout.types import Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
@@ -45,6 +44,7 @@ class Setup:
     """One trainer rank, two workers."""
 
     folder: Path
+    options: WorkerOptions
     trainer: TrainerRank
     workers: list[RolloutWorker]
     processes: list[psutil.Process]
@@ -52,13 +52,9 @@ class Setup:
 
     async def start_worker(self, index: int, base: Path | None = None) -> RolloutWorker:
         """With dummy weights of its own: seeds differ, so nothing is equal by chance. Or with those of `base`."""
-        config, before = config_of(), engines()
-        tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
-        options = WorkerOptions(
-            folder=self.folder, config=config.rollout, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S),
-            dtype=config.model.dtype, device=Device.cpu, tensors=tensors, key=KEY,
-            adapters=replace(slots_of(config), base=base),
-        )  # fmt: skip
+        before = engines()
+        assert self.options.adapters is not None
+        options = replace(self.options, adapters=replace(self.options.adapters, base=base))
         worker = RolloutWorker(options, seed=100 + len(self.processes), make_engine=ReadableEngine)
         await worker.start()
         (process,) = engines() - before
@@ -111,13 +107,14 @@ async def refuses(worker: RolloutWorker, why: str = "samples only from a committ
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
-    folder, config = tmp_path_factory.mktemp("model"), config_of()
-    (folder / "config.json").write_text(json.dumps(config.model.hf_config))
-    save_character_tokenizer(folder, vocab_size=64)
-    trainer = rank_of(config, KEY, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S))
+    folder, config = tmp_path_factory.mktemp("adapter"), config_of()
+    config = replace(config, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S))
+    model = prepare_model(config.model, folder / "model")
+    options = worker_options(config, model.hf_config, model.folder, Device.cpu, KEY)
+    trainer = rank_of(config, KEY, hf_config=model.hf_config)
     trainer.load()
     trainer.states.save_merged(folder / "base")  # B is still zero: the merged model is the base
-    made = Setup(folder, trainer, [], [])
+    made = Setup(folder, options, trainer, [], [])
     try:
         for index in range(2):
             await made.start_worker(index)
