@@ -5,7 +5,6 @@ Everything is real but the engine: the service's process, the agents' processes,
 
 import asyncio
 import json
-import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from fakes import odd_agents
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
 from fakes.world import World
@@ -30,77 +30,6 @@ from slipstream.rollout.errors import AgentError, EngineDied
 from slipstream.rollout.types import Prompt, Rollout, Routes
 from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES
 
-AGENTS = """
-    import asyncio, os, sys, time
-
-    async def play(task, session):
-        messages = [{"role": "user", "content": task["prompt"]}]
-        for hint in task["hints"]:
-            reply = await session.chat(messages)
-            messages += [reply.message, {"role": "user", "content": hint}]
-        return len(messages) / 10
-
-    async def behave(task, session):
-        what = task["what"]
-        reply = await session.chat([{"role": "user", "content": "go"}])
-        if what == "raise":
-            raise KeyError("no such thing")
-        if what == "sys.exit":
-            sys.exit(3)
-        if what == "exit":
-            os._exit(3)
-        if what == "block":
-            time.sleep(600)
-        if what == "hang":
-            await asyncio.sleep(600)
-        if what == "hang for ever":
-            while True:
-                try:
-                    await asyncio.sleep(600)
-                except BaseException:
-                    pass
-        if what == "nan":
-            return float("nan")
-        if what == "tensor":
-            import numpy
-            return numpy.bool_(True)
-        if what == "large":
-            return 10**400
-        if what == "text":
-            return "1.0"
-        if what == "nothing":
-            return None
-        if what == "print":
-            tool = await asyncio.create_subprocess_exec("head", "-c", "1000000000", "/dev/zero")
-            await tool.wait()
-        if what == "leave":
-            await asyncio.create_subprocess_exec("sleep", "86413", start_new_session=True)
-        if what == "huge":
-            await session.chat([{"role": "user", "content": "x" * 10_000_000}])
-        if what == "heat":
-            await session.chat([{"role": "user", "content": "go"}], temperature=0.5)
-        if what == "wait":
-            await asyncio.sleep(1)
-        if what == "turns":
-            while True:
-                await session.chat([{"role": "user", "content": "go"}])
-        if what == "impatient":
-            try:
-                await asyncio.wait_for(session.chat([{"role": "user", "content": "go"}]), 0.2)
-            except TimeoutError:
-                await asyncio.sleep(0.5)
-            await session.chat([{"role": "user", "content": "go"}])
-        if what == "fork":
-            await asyncio.gather(*(session.chat([{"role": "user", "content": "go"}]) for _ in range(3)))
-        if what == "garbage":
-            for fd in range(3, 64):
-                try:
-                    os.write(fd, b"\\0\\0\\0\\4garb")
-                except OSError:
-                    pass
-            await asyncio.sleep(600)
-        return 0.5
-"""
 PROMPT = Prompt(3, (1, 5), "begin", {"hints": ["a", "b", "c"]})
 
 
@@ -133,12 +62,10 @@ class Engine:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., RunConfig]:
-    (tmp_path / "agents_here.py").write_text(textwrap.dedent(AGENTS))
-
     def make(agent: str = "play", max_tokens: int = 4, **episodes: Any) -> RunConfig:
         return RunConfig(
             rollout=RolloutConfig(
-                agent=f"{tmp_path / 'agents_here.py'}:{agent}",
+                agent=f"{odd_agents.__file__}:{agent}",
                 sampling=SamplingConfig(max_tokens=max_tokens),
                 max_model_len=256,
                 episodes=EpisodesConfig(**episodes),
@@ -246,7 +173,7 @@ async def test_what_an_agent_does_costs_its_own_episode(
     }  # fmt: skip
     async with running(config("behave", max_turns=4), tmp_path) as (runner, _):
         await play(runner, "raise")
-        assert runner.first_report.endswith("KeyError: 'no such thing'\n") and "agents_here.py" in runner.first_report
+        assert runner.first_report.endswith("KeyError: 'no such thing'\n") and "odd_agents.py" in runner.first_report
         episodes = dict(zip(expected, await play(runner, *expected), strict=True))
         again = (await play(runner, "wait", "heat", "heat"))[0]
         assert len(left_behind()) == 1
