@@ -292,6 +292,9 @@ def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
     world.source.before_read = lambda tensor: None
     assert world.run(2).report.errors == {}
     assert world.arrived(1, 2)
+    world.source.before_read = broken
+    began = {dest: binding for dest, binding in world.bindings().items() if dest[0] == 1}
+    assert set(world.run(3, began).report.errors) == {1}, "of those that are written to"
 
 
 def test_a_replica_whose_link_failed_before_the_source_did_keeps_its_own_reason() -> None:

@@ -219,6 +219,22 @@ def test_each_thing_that_is_wrong_with_a_task_is_named(first, message: str) -> N
         assert message in said if message else said == ""
 
 
+def test_dense_tensors_are_sent_as_dense_and_experts_as_experts() -> None:
+    names, whole = ("layers.0.mlp.experts.0.w", "layers.0.mlp.shared.w"), Region((0,), (4,))
+    metas = tuple(TensorMeta(name, (4,), "float32") for name in names)
+    source = SourceLayout(0, metas, tuple(SourceShard(name, whole) for name in names))
+    loads = tuple(Load(name, whole, (0,), name, 0, (1,)) for name in names)
+    layouts = [[DestLayout(0, tuple(Param(name, (4,), "float32") for name in names), loads)]]
+    plan = build_plan([source], layouts, max_task_bytes=64)
+    for number, task in enumerate(plan.tasks[0]):
+        tasks = list(plan.tasks[0])
+        (other,) = set(MESH_GROUPS) - {task.mesh_group}
+        tasks[number] = dataclasses.replace(task, mesh_group=other)
+        wrong = dataclasses.replace(plan, tasks={0: table_of(0, tasks)})
+        assert f"{task.param} is sent in mesh group {other}" in is_refused(prove_coverage, wrong, layouts, [source])
+        assert is_refused(prove_by_element, wrong, layouts, [source])
+
+
 def test_a_derived_parameter_may_have_fills_and_no_task_and_whose_task_it_is_is_said() -> None:
     """The first source's row is for two replicas, the second's for one of them."""
     (source,), ((layout,),) = _one_vector(Region((0,), (4,)))

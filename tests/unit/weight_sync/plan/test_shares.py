@@ -65,6 +65,10 @@ def test_small_tensors_of_a_layer_that_the_same_sources_hold_come_from_one_of_th
     assert [len(ranks) for ranks in of_layer] == [1] * 4
     assert sorted(min(ranks) for ranks in of_layer) == [0, 0, 1, 1]
 
+    names = [f"model.layers.0.mlp.{name}.weight" for name in ("a", "experts.0.b")]
+    sources, replicas = shared_system(names)
+    assert senders(build_plan(sources, replicas, max_task_bytes=1 << 20)) == {names[0]: {0}, names[1]: {1}}
+
     third = MIN_SHARED_BYTES // 4 // 3  # three of them fill a parcel, but for two bytes; a fourth does not fit
     names = [f"model.layers.0.{name}.weight" for name in "abcdef"]
     sources, replicas = shared_system(names, elements=third)
@@ -213,6 +217,11 @@ def test_a_source_goes_through_the_replicas_from_its_own_first_one_also_with_wha
     order = {rank: [task.replica for task in tasks] for rank, tasks in plan.tasks.items()}
     assert order == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}
     assert [table.num_rows for table in plan.tasks.values()] == [1, 1, 1], "packed once for all of them"
+    layout = DestLayout(0, params, loads)
+    plan = build_plan(
+        sources, [[layout], [layout], [dataclasses.replace(layout, params=params[::-1])]], max_task_bytes=1 << 20
+    )
+    assert [table.num_rows for table in plan.tasks.values()] == [2, 2, 2], "also where another one's turn is between"
 
 
 def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces():

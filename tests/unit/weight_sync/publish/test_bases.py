@@ -16,6 +16,7 @@ from slipstream.weight_sync.layout import (
     DestLayout,
     Load,
     Param,
+    PostLoad,
     Region,
     SourceLayout,
     SourceShard,
@@ -237,6 +238,19 @@ def test_a_digest_is_of_the_parameters_that_changes_may_be_sent_for() -> None:
     assert held_digest(Expected("plan", b"", b""), (True, True)) == ""
 
 
+def test_a_further_replica_s_ranks_take_changes_of_what_the_same_ranks_of_the_first_take_them_of() -> None:
+    whole = Region((0,), (4,))
+    source = SourceLayout(0, (TensorMeta("w", (4,), "bfloat16"),), (SourceShard("w", whole),))
+    load = Load("w", whole, (0,), "w", 0, (1,))
+    kinds = (PostLoad.identity, PostLoad.repack)
+    layouts = tuple(DestLayout(rank, (Param("w", (4,), "bfloat16", kind),), (load,)) for rank, kind in enumerate(kinds))
+    rank0 = Rank0(WeightSyncConfig(), KEY, Bases(Source(), 640, 0, 1))  # type: ignore[arg-type]
+    agreed, _ = rank0.make_plan([layouts], [(Sent(source), 64)])
+    rank0.add_replicas([1, 2])
+    assert agreed.flags().tolist() == [True, False]
+    assert rank0._flags == {(replica, rank): (rank == 0,) for replica in range(3) for rank in range(2)}
+
+
 def test_the_base_of_an_engine_that_merges_is_known_by_its_matrices_whatever_its_factors_are() -> None:
     names, whole = ("w", "w.lora_A"), Region((0,), (4,))
     metas = tuple(TensorMeta(name, (4,), "float32") for name in names)
@@ -249,6 +263,8 @@ def test_the_base_of_an_engine_that_merges_is_known_by_its_matrices_whatever_its
         rank0 = Rank0(WeightSyncConfig(), KEY, bases)
         rank0.make_plan([(layout,)], [(Sent(source), 64)])
         rank0.freeze_base(Sums(Places({FIRST: names}), np.array([(16, 16), hashes])))
+        rank0.add_replicas([1])
+        assert bases.frozen.keys() == {FIRST, SECOND} and bases.frozen[FIRST] == bases.frozen[SECOND]
         return bases.frozen
 
     assert frozen(1, 2) == frozen(1, 3) != frozen(4, 2)

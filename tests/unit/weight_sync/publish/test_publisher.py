@@ -47,6 +47,19 @@ def test_replicas_need_not_have_equally_many_ranks(make_world: Callable[..., Wor
     assert committed(world.publisher.publish(3)) == [True] * 3, "a further one has that of the first"
 
 
+def test_a_source_that_cannot_mark_changes_sends_everything_whatever_zone_engines_have(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world(1)
+    world.config = replace(world.config, delta_bytes=1 << 12)
+    world.new_publishers()
+    world.connect()
+    for version in (0, 1):
+        report = world.publisher.publish(version)
+        assert committed(report) == [True] and report.num_takers == 0
+        assert world.engines[0].wrong_params(version) == []
+
+
 def test_a_publish_of_the_same_weights_says_that_nothing_changed(world: World) -> None:
     assert world.publisher.publish(0).num_changed_params is None
     assert world.publisher.publish(0).num_changed_params == 0

@@ -56,10 +56,12 @@ def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(world: World) 
 
 def test_a_replica_that_comes_back_at_a_later_epoch_is_led_on_from_there(world: World) -> None:
     world.publisher.publish(0)
+    old = world.sessions(0)
     world.end(0)
     address = world.start(0)
     world.endpoints[0].endpoint.adopt(VersionState(Phase.clean, version=0, epoch=9, digest="another publisher's"))
     world.publisher.reconnect(0, address)
+    assert sorted(world.links[0].closed) == sorted(old), "links to the one before it are not left open"
     report = world.publisher.publish(1)
     assert committed(report) == [True, True] and report.epoch == 10
 
@@ -124,7 +126,8 @@ def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(ma
     for replica in (0, 1):
         world.end(replica)
     for replica in (2, 3):
-        world.endpoints[replica].endpoint._state = world.endpoints[replica].endpoint.state.begin(1, 7, "half")
+        endpoint = world.endpoints[replica].endpoint
+        endpoint._state = endpoint.state.begin(1, 5 + replica, "half")
     world.publisher.close()
     world.new_publishers()
     with pytest.raises(ReplicaError, match="gone"):
@@ -133,7 +136,7 @@ def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(ma
         world.publisher.connect(addresses)
     world.publisher.connect(addresses, absent=[0])
     report = world.publisher.publish(1, exclude=[0])
-    assert committed(report) == [False, False, True, True] and report.epoch == 8
+    assert committed(report) == [False, False, True, True] and report.epoch == 9
     assert "gone" in (report.replicas[1].error or "") or "out of service" in (report.replicas[1].error or "")
     for replica in (0, 1):
         world.publisher.reconnect(replica, world.start(replica))
