@@ -20,8 +20,10 @@ def _with(section: str, **options: object) -> Change:
     return lambda config: replace(config, **{section: replace(getattr(config, section), **options)})
 
 
-def _sampling(**options: object) -> Change:
-    return lambda c: replace(c, rollout=replace(c.rollout, sampling=replace(c.rollout.sampling, **options)))
+def _rollout(section: str, **options: object) -> Change:
+    return lambda c: replace(
+        c, rollout=replace(c.rollout, **{section: replace(getattr(c.rollout, section), **options)})
+    )
 
 
 OTHER_MEANINGS = [
@@ -36,7 +38,11 @@ OTHER_MEANINGS = [
         "run.keep_best: 'eval/reward' before, 'eval/pass_at_1' now",
     ),
     ("eval/reward", _with("reward", weight=0.5), "reward.weight: 1.0 before, 0.5 now"),
-    ("eval/reward", _sampling(max_tokens=3), "rollout.sampling.max_tokens"),
+    ("eval/reward", _rollout("sampling", max_tokens=3), "rollout.sampling.max_tokens"),
+    ("eval/reward", _rollout("eval", temperature=0.25), "rollout.eval.temperature: None before, 0.25 now"),
+    ("eval/reward", _rollout("episodes", max_turns=3), "rollout.episodes.max_turns: 32 before, 3 now"),
+    ("eval/reward", _with("rollout", agent="a.py:play"), "rollout.agent: None before, 'a.py:play' now"),
+    ("eval/reward", _with("data", drop_too_long=True), "prompt tokens"),
     ("eval/pass_at_1", _with("run", eval_right_from=0.5), "run.eval_right_from: 1.0 before, 0.5 now"),
     ("eval/majority", _with("run", eval_samples_per_prompt=4), "run.eval_samples_per_prompt"),
     ("eval/dpo_loss", _with("algorithm", dpo_beta=0.5), "algorithm.dpo_beta: 0.1 before, 0.5 now"),
@@ -45,6 +51,9 @@ SAME_MEANINGS = [
     ("eval/reward", _with("run", eval_right_from=0.5)),
     ("eval/reward", _with("reward", timeout_s=99.0, num_processes=3)),
     ("eval/reward", _with("algorithm", kl_coef=0.5)),
+    ("eval/reward", _with("data", max_sequence_tokens=99)),
+    ("eval/reward", _rollout("eval", seed=5)),
+    ("eval/reward", _rollout("episodes", timeout_s=9.0, env=("KEY",))),
     ("eval/dpo_accuracy", _with("algorithm", dpo_beta=0.5)),
 ]
 

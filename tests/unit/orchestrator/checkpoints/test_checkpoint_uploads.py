@@ -261,7 +261,7 @@ def fill(folder: Path, options: JsonObject, place: bytes, steps: Mapping[int, bo
     for step, is_whole in steps.items():
         partial = store.begin(step)
         (partial / "trainer" / "rank-0.safetensors").write_bytes(place)
-        path = store.finish(partial, RunState(step, step, {}, {}, BufferState()))
+        path = store.finish(partial, RunState(step, step, {"drawn": step}, {}, BufferState()))
         if not is_whole:
             (path / "trainer" / "rank-0.safetensors").write_bytes(place.upper())
     return store
@@ -296,6 +296,7 @@ def test_a_resume_goes_on_from_the_newest_whole_checkpoint_of_both_places(
     is_there = place == b"there"
     if all(there.values()):
         found = store.step_to_resume("x")
+        assert found.prompts == {"drawn": step}
         assert (found.step, len(found.damaged)) == (step, 0 if is_there else list(here.values()).count(False))
     if is_there:
         with monkeypatch.context() as away, pytest.raises(ObjectStoreError):  # the next resume makes up for it

@@ -9,6 +9,7 @@ import time
 import zlib
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,15 @@ from cases.run_states import make_state, make_store, write
 
 from slipstream.conf.schema import RunConfig, RunSection
 from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
-from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, hold, named_checkpoints, step_of
+from slipstream.orchestrator.checkpoints.run_checkpoint import (
+    checkpoints_of,
+    complete_checkpoints,
+    hold,
+    named_checkpoints,
+    step_of,
+)
 from slipstream.orchestrator.errors import CheckpointError
+from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 
@@ -77,6 +85,13 @@ def test_newest_complete_one_is_resumed_and_older_ones_are_removed(tmp_path: Pat
     assert step_of(store.newest()) == 20
 
 
+def test_a_run_keeps_as_many_as_it_was_told(tmp_path: Path) -> None:
+    store = checkpoints_of(RunConfig(run=RunSection(keep_checkpoints=3)), RunFolder(tmp_path))
+    for step in (1, 2, 3, 4):
+        write(store, step)
+    assert [step_of(path) for path in complete_checkpoints(tmp_path / "checkpoints")] == [2, 3, 4]
+
+
 @pytest.mark.parametrize("name", ["trainer/rank0.bin", "state.json", "groups.jsonl"])
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
 def test_a_flipped_bit_in_any_chunk_of_a_file_is_refused_and_named(
@@ -129,6 +144,25 @@ def test_a_folder_without_its_manifest_is_named_like_any_damaged_one(tmp_path: P
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"holds no whole checkpoint: .*step-000010 lacks .*step-000005 lacks"):
         store.newest_whole("runs/x")
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_checkpoint_before_it_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path, keep=2)
+    before, newest = (write(store, step) for step in (5, 10))
+    opened = Path.open
+
+    def fails(path: Path, *given: Any, **more: Any) -> object:
+        if path == newest / "trainer" / "rank0.bin":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, *given, **more)
+
+    monkeypatch.setattr(Path, "open", fails)
+    path, damaged = store.newest_whole("runs/x")
+    assert path == before
+    said = f"{newest} is damaged: {newest}/trainer/rank0.bin cannot be read ({os.strerror(errno.EIO)})"
+    assert damaged == {newest: said}
 
 
 def test_missing_file_is_refused_and_named(tmp_path: Path) -> None:

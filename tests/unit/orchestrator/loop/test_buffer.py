@@ -148,6 +148,14 @@ async def test_failure_reaches_the_waiting_train_loop() -> None:
         await done(taking)
 
 
+async def test_a_failure_is_raised_although_the_next_batch_is_whole() -> None:
+    buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=0)
+    await buffer.deliver(await buffer.claim_ticket(), group_of(0, 0))
+    await buffer.fail(RuntimeError("all workers are out"))
+    with pytest.raises(RuntimeError, match="all workers are out"):
+        await done(asyncio.create_task(buffer.take_batch(0)))
+
+
 async def test_state_hands_out_every_unfinished_ticket_again() -> None:
     buffer = GroupBuffer(groups_per_step=2, max_staleness_steps=1)
     tickets = [await buffer.claim_ticket() for _ in range(4)]

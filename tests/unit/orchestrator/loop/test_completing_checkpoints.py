@@ -4,11 +4,13 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes.loop import Loop, make_config
 
+from slipstream.conf.schema import TrainMode
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.errors import CheckpointLost, DiskFull
@@ -97,6 +99,25 @@ async def test_what_keeps_it_from_being_complete_ends_the_run_after_the_step_und
         await running
     assert list(loop.folder.checkpoints.iterdir()) == [], "what was half written is gone"
     assert len(loop.trainer.trained) == 4
+
+
+async def test_what_keeps_the_last_one_from_being_complete_ends_a_run_that_has_made_its_steps(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=2))
+    with completing(loop) as held:
+        held.error = OSError(28, "No space left on device")
+        running = asyncio.create_task(loop.run())
+        assert await asyncio.to_thread(held.begun.wait, 60)
+    with pytest.raises(DiskFull, match="No space left on device"):
+        await running
+
+
+@pytest.mark.parametrize("mode", TrainMode)
+async def test_it_holds_an_adapter_where_one_is_trained(tmp_path: Path, mode: TrainMode) -> None:
+    config = make_config(num_steps=2)
+    loop = Loop(tmp_path, replace(config, trainer=replace(config.trainer, mode=mode)))
+    await loop.run()
+    (path,) = complete_checkpoints(loop.folder.checkpoints)
+    assert (path / "adapter").exists() == (mode is TrainMode.lora)
 
 
 async def test_a_run_that_is_told_to_end_waits_for_it(tmp_path: Path) -> None:

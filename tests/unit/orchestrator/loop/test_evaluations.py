@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes.fleet import until
 from fakes.loop import Loop, make_config
 from fakes.workers import FakeWorker
 from fakes.world import World
@@ -151,6 +152,18 @@ async def test_tokens_of_other_versions_are_told(tmp_path: Path) -> None:
     first, last = read_rows(loop.folder.evaluations)
     assert first["eval/version_spread"] >= 2 and first["eval/other_version_fraction"] == 1.0
     assert (last["eval/version_spread"], last["eval/other_version_fraction"]) == (0, 0.0)
+
+
+async def test_a_run_that_is_told_to_end_leaves_no_evaluation_behind(tmp_path: Path) -> None:
+    loop = slow_loop(tmp_path, beside(num_steps=9, every=2))
+    opens_at(loop, 99)
+    running = asyncio.create_task(loop.run())
+    await until(lambda: len(loop.trainer.trained) == 1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.sleep(0)
+    assert not [task for task in asyncio.all_tasks() if "Evaluations._run" in repr(task)]
 
 
 async def test_an_evaluation_that_fails_beside_training_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:

@@ -153,6 +153,15 @@ async def test_both_answers_of_a_pair_are_in_one_microbatch_and_evaluated_by_pai
     assert row["eval/dpo_loss"] == tuner.held_out_figure == pytest.approx(0.3) and row["dpo/epoch"] == 1
 
 
+async def test_steps_are_evaluated_where_it_is_due_and_their_rows_count_what_was_taught(tmp_path: Path) -> None:
+    """Each step has two conversations of three tokens, of which one counts."""
+    tuning = Tuning(tmp_path)
+    tuning.config = replace(tuning.config, run=replace(tuning.config.run, eval_every_steps=4))
+    await tuning.run()
+    assert [row["step"] for row in read_rows(tuning.folder.evaluations)] == [0, 4, 6]
+    assert {row["trainer/num_tokens"] for row in read_rows(tuning.folder.metrics)} == {None, 2 * 3}
+
+
 async def test_an_evaluation_that_fails_leaves_the_row_of_its_step(tmp_path: Path) -> None:
     tuning = Tuning(tmp_path)
     tuning.trainer.breaks_at_version = 3

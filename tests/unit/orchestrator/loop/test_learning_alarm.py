@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fakes.loop import Loop, make_config
 
-from slipstream.conf.schema import AlgorithmConfig
+from slipstream.conf.schema import AlgorithmConfig, TeacherConfig
 from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.loop.alarms import LearningAlarm
 
@@ -69,7 +69,12 @@ def test_the_end_of_a_short_run_says_why_nothing_was_learned(
 def test_equal_rewards_teach_where_advantages_compare_the_batch_or_a_teacher_speaks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for algorithm in (AlgorithmConfig(advantage="batch_std"), AlgorithmConfig(advantage="own.py:f")):
+    teacher = TeacherConfig(base_url="http://127.0.0.1:1/v1", model="big")
+    for algorithm in (
+        AlgorithmConfig(advantage="batch_std"),
+        AlgorithmConfig(advantage="own.py:f"),
+        AlgorithmConfig(distill_coef=0.5, teacher=teacher),
+    ):
         assert not warned(LearningAlarm(algorithm), [EQUAL] * 5, caplog)
 
 

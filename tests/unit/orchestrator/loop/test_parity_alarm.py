@@ -8,7 +8,7 @@ from fakes.loop import Loop, make_config
 
 from slipstream.conf.schema import MergeRounding, ParityConfig, RunConfig, TrainerConfig, TrainMode, WeightSyncConfig
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.loop.alarms import ParityAlarm
+from slipstream.orchestrator.loop.alarms import CAUSES, ParityAlarm
 
 
 def warned_steps(alarm: ParityAlarm, figures: list[float | None], caplog: pytest.LogCaptureFixture) -> list[int]:
@@ -79,6 +79,14 @@ def test_the_floor_says_on_which_side_the_cause_is(floor: float, where: str) -> 
     reason = alarm.reason_to_stop(5, {"parity/k3": 0.6, "parity/floor_k3": None})
     assert f"parity/floor_k3 of step 3 is {floor:.3g}, where parity/k3 is 0.3" in reason and where in reason
     assert "algorithm.correction" not in reason
+
+
+@pytest.mark.parametrize("figure", CAUSES)
+def test_either_figure_ends_a_run_and_is_the_one_that_is_named(figure: str) -> None:
+    alarm = ParityAlarm(ParityConfig(stop_k3=0.5), is_corrected=True)
+    row = dict.fromkeys(CAUSES, 0.45) | {figure: 0.6}
+    assert alarm.reason_to_stop(1, dict.fromkeys(CAUSES, 0.45)) == ""
+    assert alarm.reason_to_stop(2, row).startswith(f"{figure} is 0.6, above parity.stop_k3=0.5: ")
 
 
 def test_thresholds_of_zero_are_off(caplog: pytest.LogCaptureFixture) -> None:

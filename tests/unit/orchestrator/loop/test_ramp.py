@@ -112,6 +112,20 @@ async def test_responses_that_end_early_open_batches_too() -> None:
 
 
 @on_jumping_clock
+async def test_workers_that_do_not_serve_are_not_asked() -> None:
+    fleet = Fleet()
+    fleet.replicas[1].state = ReplicaState.starting
+    await fleet.ramp.begin()
+    tasks = [asyncio.create_task(fleet.claim()), asyncio.create_task(fleet.ramp.run())]
+    try:
+        assert await fleet.sampled(1, tokens=TOKENS_PER_BATCH) == 1
+        assert await fleet.sampled(0, tokens=TOKENS_PER_BATCH // 4) == 2
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@on_jumping_clock
 async def test_workers_that_fail_or_hang_hold_nothing_back_for_good() -> None:
     fleet = Fleet()
 

@@ -1,6 +1,7 @@
 """Locks: how many groups are in flight, what an evaluation samples with, and that pointless sampling ends."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,6 +228,29 @@ async def test_an_evaluation_is_waited_for_while_its_groups_end(monkeypatch: pyt
 
 
 @on_jumping_clock
+@pytest.mark.parametrize("is_beside", [True, False])
+async def test_an_evaluation_beside_training_has_fewer_places_of_its_own(is_beside: bool) -> None:
+    config = make_config()
+    run = replace(config.run, eval_beside=is_beside)
+    config = replace(config, run=run, data=replace(config.data, eval_path="held_out.jsonl"))
+    services, num_now, most = slow_services(1.0), 0, 0
+    generate_group = services.router.generate_group
+
+    async def counted(*given: Any) -> list[Rollout]:
+        nonlocal num_now, most
+        num_now += 1
+        most = max(most, num_now)
+        found = await generate_group(*given)
+        num_now -= 1
+        return found
+
+    services.router.generate_group = counted
+    services.eval_sets = {"": [Prompt(1000 + number, (1,), "a") for number in range(80)]}
+    await Sampler(config, services, NO_BUFFER).evaluate()
+    assert most == (3 if is_beside else 64) == config.num_evaluated_groups
+
+
+@on_jumping_clock
 async def test_a_batch_is_waited_for_while_groups_end_and_its_error_says_what_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,7 +261,7 @@ async def test_a_batch_is_waited_for_while_groups_end_and_its_error_says_what_is
     controller = object.__new__(Controller)
     controller._config, controller.services, controller.policy_version = make_config(), services, 0
     controller.sampler = Sampler(make_config(), services, NO_BUFFER)
-    controller.sampler.num_uninformative, controller._num_reported = 7, (1, 3, 1, 1, 1)
+    controller.sampler.num_uninformative, controller._reported = 7, Counter({"rollout/groups_uninformative": 3})
 
     async def take_batch(_: int) -> str:
         for _ in range(3):

@@ -235,6 +235,7 @@ def test_a_digest_is_of_the_parameters_that_changes_may_be_sent_for() -> None:
     first, second = (Expected("plan", b"", bytes([1] * 8 + [last] * 8)) for last in (2, 3))
     assert held_digest(first, (True, False)) == held_digest(second, (True, False))
     assert held_digest(first, (True, True)) != held_digest(second, (True, True))
+    assert held_digest(first, (True, False)) != held_digest(replace(first, planned="other parameters"), (True, False))
     assert held_digest(Expected("plan", b"", b""), (True, True)) == ""
 
 

@@ -191,7 +191,9 @@ def test_a_replica_that_was_given_up_is_asked_nothing_until_it_is_replaced(
         assert isinstance(first, Described)
         assert isinstance(second, ReplicaError) and str(second) == "it was out of service"
         assert other.engine.calls == []
+        link = clients._connections[1]
         clients.replace(1, again.address)
+        assert not link.is_open
         assert [type(answer) for answer in described()] == [Described] * 2
         assert (other.engine.calls, again.engine.calls) == ([], ["describe"])
     finally:
@@ -283,6 +285,7 @@ async def test_a_replica_says_how_long_each_of_its_phases_took(monkeypatch: pyte
     assert (begun.idle_s, begun.mark_s) == (1.0, 2.0)
     clock.now += 4.0  # for the writes
     assert await endpoint.commit(publish, ()) == Committed(8.0, 16.0, 31.0 if pauses else 0.0)
+    assert endpoint.state == VersionState(Phase.clean, version=1, epoch=1, digest="d")
 
 
 def test_who_has_another_key_is_told_at_once_that_this_is_another_run(
