@@ -20,6 +20,7 @@ from cases.plan_tables import by_name
 from fakes.memory_transport import Fault
 from fakes.publish import DictSource, checkpoint, engine_layout
 
+from slipstream.weight_sync.disk.kept_source import KeptSource
 from slipstream.weight_sync.errors import PlanError, WatermarkError
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from slipstream.weight_sync.pipeline import lanes, pipeline as pipeline_module, slot_turns, staging_slots
@@ -150,6 +151,19 @@ def test_a_destination_is_written_its_own_packets_of_a_load() -> None:
         for dest, batch in load.batches.items():
             assert batch.packets == [number for number, task in tasks if (task.replica, task.dest_rank) == dest]
     assert any(batch.packets[0] for load in slots.loads for batch in load.batches.values()), "not all have the first"
+
+
+@pytest.mark.parametrize(("is_marking", "has_changes"), [(False, True), (True, False), (True, True)])
+def test_room_is_left_for_changes_if_they_are_sent_and_the_source_can_mark_them(
+    is_marking: bool, has_changes: bool
+) -> None:
+    world = World(1, watermark_bytes := 1 << 20)
+    source = KeptSource(world.source, watermark_bytes, "cpu") if is_marking else world.source
+    pipeline = Pipeline(
+        source, world.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True,
+        has_changes=has_changes,
+    )  # fmt: skip
+    assert (pipeline.max_task_bytes < world.pipeline.max_task_bytes) == (is_marking and has_changes)
 
 
 def test_a_watermark_without_room_for_staging_is_refused() -> None:
