@@ -2,7 +2,7 @@
 
     <run.checkpoint_dir>/NAME/
       owner                               which process goes on with the run (files/claim.py)
-      config.yaml, metrics.jsonl, ...     as in the run's own folder, as of the newest checkpoint
+      config.yaml, environment.json, ...  as in the run's own folder, as of the newest checkpoint
       step-000050/                        as in the run's own folder (run_checkpoint.py)
 
 Owns: these names, what is asked of fsspec, and what its errors mean to people. Does not own: when a checkpoint is sent
@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from slipstream.conf.failures import in_daemon_thread
-from slipstream.conf.json_files import JsonObject, is_object
+from slipstream.conf.json_files import JsonObject, object_or_empty
 from slipstream.orchestrator.errors import ObjectStoreError
 from slipstream.orchestrator.files.claim import THIS_PROCESS, check_word
 
@@ -34,7 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
-CONFIG = "config.yaml"
+CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 _OWNER = "owner"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "startup.jsonl", "checkpoints/best.json")
 """Files of a run's folder that a resume on another machine goes on with."""
@@ -137,11 +137,11 @@ class ObjectStore:
             path = f"{root}/{name}"
             return fs.cat_file(path).decode() if fs.exists(path) else None
 
-    def document(self, step: int, name: str) -> JsonObject:
-        """A JSON file of a checkpoint; empty where there is none."""
-        with self._speaking(f"cannot be read ({name} of step {step})"):
-            found = json.loads(self.text(f"{_name(step)}/{name}") or "{}")
-            return found if is_object(found) else {}
+    def document(self, name: str, step: int | None = None) -> JsonObject:
+        """A JSON file of the run, or of a checkpoint; empty where there is none."""
+        path = name if step is None else f"{_name(step)}/{name}"
+        with self._speaking(f"cannot be read ({path})"):
+            return object_or_empty(json.loads(self.text(path) or "{}"))
 
     def send(self, checkpoint: Path, attempt: Callable[[Callable[[], None]], None]) -> None:
         """Send a checkpoint, and the files of its run that a resume needs.
@@ -152,7 +152,7 @@ class ObjectStore:
         """
         run = checkpoint.parent.parent
         files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MANIFEST]
-        files += [path for name in (CONFIG, *RECORDS) if (path := run / name).is_file()]
+        files += [path for name in (CONFIG, ENVIRONMENT, *RECORDS) if (path := run / name).is_file()]
         for path in [*files, checkpoint / MANIFEST]:
             name = path.relative_to(checkpoint.parent if checkpoint in path.parents else run)
             attempt(partial(self._put, path, str(name)))
@@ -164,7 +164,7 @@ class ObjectStore:
 
     def take(self, step: int, into: Path) -> None:
         """Fetch a checkpoint's files into a folder, its manifest last."""
-        names = [str(name) for name in self.document(step, MANIFEST).get("files", ())]
+        names = [str(name) for name in self.document(MANIFEST, step).get("files", ())]
         for name in names:
             if name.startswith("/") or ".." in PurePosixPath(name).parts:
                 raise ObjectStoreError(f"{self.url}/{_name(step)}/{MANIFEST} lists {name!r}, outside of its folder")

@@ -12,8 +12,8 @@
 With run.checkpoint_dir complete ones are sent to an object store, and a resume fetches one that is newer there.
 
 Owns: the format above, atomicity, how many are kept, and the check of a checkpoint against a resumed run's options.
-Does not own: the manifest (manifest.py), the lines of a state (loop_state.py), what the trainer's files contain, how
-they are sent (checkpoint_uploads.py, object_store.py).
+Does not own: which options count (fingerprint.py), the manifest (manifest.py), the lines of a state (loop_state.py),
+what the trainer's files contain, how they are sent (checkpoint_uploads.py, object_store.py).
 Invariant: a folder named step-* was complete when it got its name, and the run's rows were on the disk; a
 crash at any time, also of the machine, leaves the previous one intact.
 """
@@ -27,76 +27,25 @@ import logging
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import LORA_TARGETS, LoraConfig, Order, RunConfig, TrainMode
+from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
+from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import RunState, lines_of, state_of
 from slipstream.orchestrator.checkpoints.manifest import FORMAT, fsync, read_json, verify, write_manifest
 from slipstream.orchestrator.checkpoints.object_store import MANIFEST, ObjectStore
-from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
 from slipstream.orchestrator.files.claim import check_own, is_own
-from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plain
+from slipstream.orchestrator.files.run_folder import RunFolder, flatten
 
 logger = logging.getLogger(__name__)
 
 _FILES = frozenset({"model.path", "model.tokenizer", "data.path", "data.sources"})
 """Options in the fingerprint that name files of the user's, whose content it does not know."""
-
-
-def fingerprint(config: RunConfig) -> JsonObject:
-    """The options that a checkpoint's content depends on. Any other option may change between two parts of a run."""
-    trainer = config.trainer
-    algorithm = config.algorithm
-    return to_plain(
-        {
-            # Names of the first release, so that its checkpoints are read.
-            "model": {**_model_of(config), "mla_norm_eps": trainer.numerics.places.mla_norm_eps},
-            "trainer.num_ranks": trainer.num_ranks,
-            "trainer.ep_size": trainer.ep_size,
-            "trainer.mode": trainer.mode,
-            "trainer.lora": _adapters_of(trainer.lora) if trainer.mode is TrainMode.lora else None,
-            "trainer.train_router": trainer.train_router,
-            "trainer.optim.state": trainer.optim.state,
-            "device": resolve_device(config.cluster.device),
-            "algorithm.objective": algorithm.objective,
-            "algorithm.sequences_per_step": algorithm.sequences_per_step,
-            "algorithm.group_size": algorithm.group_size,
-            "algorithm.groups_per_step": algorithm.groups_per_step,
-            # None is what a checkpoint of a release without the option has.
-            "algorithm.distill_coef > 0": algorithm.distill_coef > 0 or None,  # waiting groups have the teacher's word
-            "data.path": config.data.path,
-            "data.sources": list(config.data.sources) or None,
-            "data.weights": list(config.data.weights) or None,
-            "data.columns": dict(config.data.columns) or None,
-            "data.chat_template_kwargs": dict(config.data.chat_template_kwargs) or None,
-            "data.stream": config.data.stream or None,
-            "data.drop_too_long": config.data.drop_too_long or None,
-            "data.curriculum": config.data.order if config.data.order is Order.middling else None,
-            "run.seed": config.run.seed,
-            "weight_sync.enabled": config.weight_sync.enabled,
-            "parity.replay_routing": config.parity.replay_routing,
-        }
-    )
-
-
-def _adapters_of(lora: LoraConfig) -> JsonObject:
-    """The section `trainer.lora`, with a flag for each target, as the first release had them."""
-    options = asdict(lora)
-    return {name: value for name, value in options.items() if name != "targets"} | {
-        name: name in lora.targets for name in LORA_TARGETS
-    }
-
-
-def _model_of(config: RunConfig) -> JsonObject:
-    """The section `model`, with the spread of random weights where the first release had it."""
-    model = asdict(config.model)
-    fields = {name: value for name, value in model["hf_config"].items() if name != "initializer_range"}
-    return {**model, "hf_config": fields, "init_std": config.model.init_std}
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
@@ -258,7 +207,7 @@ class CheckpointStore:
         """
         newest = 0 if self._remote is None else max(self._remote.steps(), default=0)
         if self._remote is not None and newest > self._newest_whole_step(resume):
-            saved = self._remote.document(newest, "state.json")
+            saved = self._remote.document("state.json", newest)
             self._check_options(f"step {newest} in {self._remote.url}", saved.get("options", {}))
             return Resumable(newest, saved.get("prompts", {}))
         whole, damaged = self.newest_whole(resume)
@@ -276,19 +225,36 @@ class CheckpointStore:
         remote.claim()  # from here on whoever had it sends nothing there
         here = self._newest_whole_step(resume)
         for step in reversed([step for step in remote.steps() if step > here]):
-            logger.info("fetching step %d from %s", step, remote.url)
-            partial, final = self.begin(step), self.folder / f"step-{step:06d}"
-            remote.take(step, partial)
-            try:
-                verify(partial)
-            except CheckpointError as error:
-                logger.warning("%s/%s is not whole: %s; looking at the one before it", remote.url, final.name, error)
-                self.discard(partial)
-                continue
-            remote.take_records(self.folder.parent)  # before the name: who finds one here fetches nothing again
-            shutil.rmtree(final, ignore_errors=True)  # it is damaged
-            partial.replace(final)
-            return
+            if (partial := self._fetch(remote, step)) is not None:
+                remote.take_records(self.folder.parent)  # before the name: who finds one here fetches nothing again
+                best = object_in(self.folder / "best.json").get("step")
+                is_missing = best != step and best in remote.steps() and self.of_step(best) is None
+                if is_missing and (kept := self._fetch(remote, best)) is not None:
+                    self._put(kept, best)
+                self._put(partial, step)
+                return
+
+    def _fetch(self, remote: ObjectStore, step: int) -> Path | None:
+        """A checkpoint of the object store, under a temporary name; None: it is not whole."""
+        logger.info("fetching step %d from %s", step, remote.url)
+        partial = self.begin(step)
+        remote.take(step, partial)
+        try:
+            verify(partial)
+        except CheckpointError as error:
+            logger.warning("step %d in %s is not whole: %s", step, remote.url, error)
+            self.discard(partial)
+            return None
+        return partial
+
+    def _put(self, partial: Path, step: int) -> Path:
+        """Give a checkpoint its name. One that has it is not complete: it is damaged, or somebody took files out."""
+        final = self.folder / f"step-{step:06d}"
+        if final.exists():
+            shutil.rmtree(final)
+        partial.replace(final)
+        fsync(self.folder)
+        return final
 
     def newest_whole(self, resume: str) -> tuple[Path, dict[Path, str]]:
         """The newest checkpoint whose files are as its manifest says, and what is wrong with each newer one.
@@ -335,11 +301,7 @@ class CheckpointStore:
         for file in (run.config, run.metrics, run.evaluations, run.timeline, run.samples, run.startup):
             if file.is_file():
                 fsync(file)
-        final = self.folder / f"step-{state.step:06d}"
-        if final.exists():  # of_step() did not find it complete: somebody took files out of it
-            shutil.rmtree(final)
-        partial.replace(final)
-        fsync(self.folder)
+        final = self._put(partial, state.step)
         if self._uploads is not None:
             self._uploads.offer(final)
         self.prune()

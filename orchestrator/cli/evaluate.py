@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonObject, object_in
 from slipstream.conf.load import load_resolved_yaml, load_run_config
 from slipstream.conf.schema import Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, hold, named_checkpoints, step_of
@@ -90,7 +90,7 @@ def eval_config(
         model = replace(config.model, path=str(folder.merged), init=Init.checkpoint, hf_config={})
         return _evaluated(replace(config, model=model), None, folder.run_id, str(folder.merged))
     if adapter is None:
-        check_weights(folder.environment, config)
+        check_weights(object_in(folder.environment), config)
     else:
         config = replace(
             load_resolved_yaml(saved, [*overrides, *_shape_of(adapter)], subject=f"{folder.config}: "), run=config.run

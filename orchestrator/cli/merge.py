@@ -15,6 +15,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import object_in
 from slipstream.conf.load import load_resolved_yaml
 from slipstream.conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
 from slipstream.orchestrator.cli.evaluate import adapter_of, checkpoint_of
@@ -54,7 +55,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     if target.exists():
         raise ConfigError(f"{target} is there already; give another folder with --output, or remove it")
     check_can_write(target, f"{target}", is_folder=True)
-    check_weights(folder.environment, config)
+    check_weights(object_in(folder.environment), config)
     is_full = config.trainer.mode is TrainMode.full
     trained = checkpoint_of(folder, checkpoint) / "trainer" if is_full else adapter_of(folder, checkpoint)
     hf_config = read_hf_config(folder.model, "RUN/model")

@@ -8,12 +8,11 @@ terabytes takes a moment; an update of a training run changes nearly all of them
 """
 
 import hashlib
-import json
 import os
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonMapping, JsonObject, object_or_empty
 from slipstream.conf.schema import Init, RunConfig, TrainMode
 
 _BLOCKS, _BLOCK_BYTES = 16, 1 << 16
@@ -30,20 +29,17 @@ def weights_of(config: RunConfig) -> JsonObject:
     return {option: _digest(Path(path)) for option, path in named.items() if path is not None}
 
 
-def check_weights(environment: Path, config: RunConfig, *, is_resumed: bool = False) -> None:
+def check_weights(environment: JsonMapping, config: RunConfig, *, is_resumed: bool = False) -> None:
     """Refuse a run whose base, or reference, has been overwritten since it began.
 
     Args:
-        environment: The run's environment.json.
+        environment: What the run's environment.json says.
         is_resumed: Whether the run is to go on; else its reference is not read.
 
     Raises:
         ConfigError: Names the option.
     """
-    try:
-        before = json.loads(environment.read_text())["weights"]
-    except (OSError, ValueError, KeyError, TypeError):  # of a release that did not write it down
-        return
+    before = object_or_empty(environment.get("weights"))  # a former release did not write it down
     for option, now in weights_of(config).items():
         is_read = is_resumed or option == "model.path"
         if is_read and now and before.get(option, now) not in ("", now):

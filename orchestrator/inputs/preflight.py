@@ -23,11 +23,12 @@ from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.checks.model import check_architecture, check_packed_base_reaches_engines
 from slipstream.conf.checks.publish import check_base_is_on_disk
 from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.json_files import object_in
 from slipstream.conf.options import did_you_mean
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.journal import waits_for
-from slipstream.orchestrator.checkpoints.object_store import ObjectStore
+from slipstream.orchestrator.checkpoints.object_store import ENVIRONMENT, ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
@@ -249,7 +250,10 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
     if root is not None and "://" not in str(run.resume) and not root.is_dir():
         raise ConfigError(f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest")
     if root is not None and (found := resumable(config)) is not None:
-        check_weights(RunFolder(root.resolve()).environment, config, is_resumed=True)
+        began = object_in(RunFolder(root.resolve()).environment)
+        if not began and "://" in str(run.resume):
+            began = ObjectStore(str(run.resume)).document(ENVIRONMENT)
+        check_weights(began, config, is_resumed=True)
         step = found.step
         if step >= run.num_steps and has_nothing_left(RunFolder(root), run.num_steps):
             raise ConfigError(

@@ -17,9 +17,15 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunSection
 from slipstream.orchestrator.checkpoints import checkpoint_uploads, object_store
 from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
+from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, fingerprint, step_of
+from slipstream.orchestrator.checkpoints.run_checkpoint import (
+    CheckpointStore,
+    checkpoints_of,
+    complete_checkpoints,
+    step_of,
+)
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.errors import CheckpointError, ObjectStoreError, RunTakenOver
 from slipstream.orchestrator.files.run_folder import RunFolder, open_run_folder, write_description
@@ -310,6 +316,21 @@ def test_a_resume_goes_on_from_the_newest_whole_checkpoint_of_both_places(
     assert (folder / f"step-{step:06d}" / "trainer" / "rank-0.safetensors").read_bytes() == place
     assert (tmp_path / "run-1" / "metrics.jsonl").exists() == is_there
     assert not list(folder.glob(".step-*"))
+
+
+@pytest.mark.parametrize("best", [1, 2, 3, 9, None])
+def test_a_resume_on_another_machine_has_the_best_checkpoint_too(
+    best: int | None, remote: ObjectStore, tmp_path: Path
+) -> None:
+    """Of step 1; that of step 2 is damaged, the newest one is fetched once, and there is none of step 9."""
+    sent = fill(tmp_path / "sent", {}, b"there", {1: True, 2: False, 3: True})
+    (sent.folder / "best.json").write_text(json.dumps({"step": best}))
+    for step in (1, 2, 3):
+        remote.send(sent.folder / f"step-{step:06d}", lambda put: put())
+    store = CheckpointStore(tmp_path / "run-1" / "checkpoints", keep=1, options={}, remote=remote)
+    assert step_of(store.to_resume("x")) == 3
+    assert [step_of(path) for path in complete_checkpoints(store.folder)] == ([1, 3] if best == 1 else [3])
+    assert not list(store.folder.glob(".step-*"))
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(remote: ObjectStore, tmp_path: Path) -> None:

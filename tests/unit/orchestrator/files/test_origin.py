@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import object_in
 from slipstream.conf.schema import (
     AlgorithmConfig,
     DataConfig,
@@ -17,8 +18,10 @@ from slipstream.conf.schema import (
     RunSection,
     TrainerConfig,
 )
+from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
+from slipstream.orchestrator.checkpoints.object_store import ObjectStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, write_description
@@ -79,11 +82,28 @@ def test_what_no_resume_reads_may_change_and_what_is_not_known_is_not_compared(
 ) -> None:
     environment = tmp_path / "run" / "environment.json"
     _write(tmp_path / "adapter", "adapter_model.safetensors", 3)
-    check_weights(environment, replace(config, algorithm=AlgorithmConfig()), is_resumed=True)
+    began = object_in(environment)
+    check_weights(began, replace(config, algorithm=AlgorithmConfig()), is_resumed=True)
     (tmp_path / "base" / "model.safetensors").unlink()
-    check_weights(environment, config)
+    check_weights(began, config)
     environment.write_text("{}")
-    check_weights(environment, config, is_resumed=True)
+    check_weights(object_in(environment), config, is_resumed=True)
+    environment.write_text('{"weights": 3}')
+    check_weights(object_in(environment), config, is_resumed=True)
+
+
+def test_a_resume_from_a_store_knows_which_weights_the_run_began_from(config: RunConfig, tmp_path: Path) -> None:
+    """On another machine, whose files of that name may be others."""
+    remote = ObjectStore((tmp_path / "store" / "run").as_uri())
+    remote.send(tmp_path / "run" / "checkpoints" / "step-000003", lambda send: send())
+    run = replace(config.run, dir=str(tmp_path / "here"), resume=remote.url, checkpoint_dir=remote.url[:-4])
+    (tmp_path / "here").mkdir()
+    elsewhere = replace(config, run=run)
+    assert "goes on from step 3" in check_run_folder(elsewhere, HERE).finding
+    _write(tmp_path / "base", "model.safetensors", 3)
+    with pytest.raises(ConfigError, match=r"model\.path=.* has other weights than when the run began"):
+        check_run_folder(elsewhere, HERE)
+    assert not list((tmp_path / "here").iterdir())
 
 
 @pytest.mark.parametrize("command", ["merge", "eval"])
