@@ -44,10 +44,11 @@ class World:
         self.whole_bytes = self.rank.delivery.connect(addresses, MemoryTransport(self.fabric))["num_bytes"]
 
     def add_engines(self, num_engines: int) -> None:
-        """The last one comes first, so that there is room for all of them at once."""
+        """With zones of `zone` bytes. The last one comes first, so that there is room for all of them at once."""
         metas = self.rank.delivery.source.layout().tensors
         for _ in range(num_engines):
-            self.engines.append(MirrorEngine(metas, MemoryTransport(self.fabric), self.zone))
+            self.links.append(MemoryTransport(self.fabric))
+            self.engines.append(MirrorEngine(metas, self.links[-1], self.zone))
             self.endpoints.append(EndpointThread(self.engines[-1], key=SYNC_KEY))
         for number in range(len(self.engines))[: -num_engines - 1 : -1]:
             self.rank.delivery.reconnect(number, self.endpoints[number].address)

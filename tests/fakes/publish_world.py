@@ -62,7 +62,7 @@ class World:
         return [endpoint.address for endpoint in self.endpoints]
 
     def connect(self) -> None:
-        self.all(lambda publisher: publisher.connect(self.addresses))
+        self.all(lambda publisher: publisher.connect(tuple(self.addresses)))
 
     def all(self, call: Callable[[Publisher], T]) -> list[T]:
         return on_all_ranks(self.num_ranks, lambda rank: call(self.publishers[rank]))

@@ -172,6 +172,20 @@ def test_what_is_sent_ahead_is_in_the_timeline_and_its_seconds_are_in_the_report
     assert sum(one["args"].get("bytes", 0) for one in events if one["name"].startswith("load ")) == report.num_bytes
 
 
+def test_an_engine_without_a_zone_is_written_to_once_it_has_paused_and_the_others_while_they_serve(
+    make_world, monkeypatch
+):
+    world, seen = make_world(), set()
+    world.zone = 0
+    world.add_engines(1)
+    world.publish()
+    world.step()
+    states = [engine.receivers[0] for engine in world.engines]
+    before_writes(world, monkeypatch, lambda number, *_: seen.add((number, states[number].state.is_serving)))
+    assert world.publish().num_committed == 2 and world.all_hold_it()
+    assert {(0, True), (1, False)} <= seen and (1, True) not in seen
+
+
 def test_only_loads_of_which_something_goes_whole_are_packed_again(make_world, monkeypatch):
     world = make_world(lr=1e-6, watermark_bytes=300_000)
     world.publish()
