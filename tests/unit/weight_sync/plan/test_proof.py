@@ -247,6 +247,9 @@ def test_a_derived_parameter_may_have_fills_and_no_task_and_whose_task_it_is_is_
     assert is_refused(prove_by_element, plan, [[layout]] * 2, sources) == ""
     (task, _) = plan.tasks[0]
     task = dataclasses.replace(task, source_rank=1, replica=1, param="d")
+    strange = dataclasses.replace(plan, tasks={**plan.tasks, 1: table_of(1, [dataclasses.replace(task, param="x")])})
+    said = is_refused(prove_coverage, strange, [[layout]] * 2, sources)
+    assert said == "replica 1 rank 0: tasks write parameters that it does not have: x"
     wrong = dataclasses.replace(plan, tasks={**plan.tasks, 1: table_of(1, [task])})
     said = is_refused(prove_coverage, wrong, [[layout]] * 2, sources)
     assert "replica 1 rank 0: d is derived, and Task(" in said and "source_rank=1, replica=1," in said

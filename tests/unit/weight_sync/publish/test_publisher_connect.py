@@ -36,6 +36,7 @@ def test_a_plan_made_for_expected_layouts_serves_those_engines_and_no_others(
     world.publisher.plan_for([expected] * (2 if is_right else 1))
     with pytest.raises(ProtocolError, match="before connect"):
         world.publisher.publish(0)
+    assert world.links[0].registered == [], "engines that start meanwhile count on all memory that is free"
     world.connect()
     assert len(plans) == (1 if is_right else 2)
     assert committed(world.publisher.publish(0)) == [True, True]
@@ -56,12 +57,14 @@ def test_connect_names_a_replica_that_is_not_there(make_world: Callable[..., Wor
         world.publisher.connect(["nonsense"])
 
 
-def test_connect_refuses_links_that_differ(make_world: Callable[..., World]) -> None:
+def test_connect_and_reconnect_refuse_links_that_differ(make_world: Callable[..., World]) -> None:
     world = make_world(1)
+    world.connect()
     described = world.engines[0].receivers[0].describe
     world.engines[0].receivers[0].describe = lambda: replace(described(), link="tcp")  # type: ignore[method-assign]
-    with pytest.raises(LinkMismatch, match=r"receives over tcp.*send over memory"):
-        world.connect()
+    for meets in (lambda: world.publisher.reconnect(0, world.addresses[0]), world.connect):
+        with pytest.raises(LinkMismatch, match=r"receives over tcp.*send over memory"):
+            meets()
 
 
 @pytest.mark.parametrize("order", [slice(None, None, -1), slice(1, None)])

@@ -3,6 +3,7 @@
 The ranks are threads, their group a room in which all must make the same calls (fakes.meeting).
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -274,12 +275,15 @@ def test_a_publisher_that_met_somebody_else_in_vain_publishes_to_nobody(make) ->
 
 
 def test_nothing_of_a_publisher_is_left_at_its_end(make) -> None:
+    before = set(threading.enumerate())
     world = make()
     world.publish(0)
     for publisher in world.publishers:
         publisher.close()
         publisher.close()
     assert [link.registered for link in world.links] == [[], []]
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not any(name.startswith("weight-sync-") for name in left), left
 
 
 def test_a_plan_is_kept_for_the_same_layouts_and_made_anew_for_others(make) -> None:
@@ -339,12 +343,16 @@ def test_what_engines_are_taken_to_hold_is_what_all_ranks_send_together(make, mo
 
 
 def test_what_one_replica_proved_is_known_of_equal_ranks_of_those_that_missed_it(make) -> None:
-    """They may read it from that one."""
+    """They may read it from that one. What nobody proved is not known."""
     world = make(zone=1 << 12)
+    bases = world.publishers[0]._rank0._bases
     world.publish(0, exclude=[1])
-    known = world.publishers[0]._rank0._bases._committed
+    known = bases._committed
     assert known == {(replica, rank): known[0, rank] for replica in range(2) for rank in range(2)}
     assert known[0, 0] != known[0, 1]
+    for replica in range(2):
+        world.fabric.inject(world.sessions(replica)[0], Fault(drop=True))
+    assert committed(world.publish(1)) == [False, False] and bases._committed == {}
 
 
 @pytest.mark.parametrize("errors", [({}, {1: "the link is down"}), ({1: "the link is down"}, {1: "so is this one"})])
