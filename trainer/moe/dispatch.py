@@ -172,7 +172,6 @@ def _all_to_all(
     rows: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
     out = rows.new_empty(sum(receive_splits), *rows.shape[1:])
-    rows = rows.contiguous()
     work = dist.all_to_all_single(out, rows, receive_splits, send_splits, group=group, async_op=True)
     assert work is not None
 

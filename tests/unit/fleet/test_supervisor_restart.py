@@ -194,6 +194,15 @@ async def test_a_worker_that_fails_during_a_publish_does_not_serve_at_its_end() 
     await cast.supervisor.close()
 
 
+async def test_a_worker_that_the_trainer_has_not_met_and_that_failed_again_joins_no_publish() -> None:
+    cast = await serving(max_restarts=1)
+    await cast.fail(0)
+    await cast.serves(0)
+    await cast.fail(0)
+    held = await cast.supervisor.hold()
+    assert (held.exclude, held.joining) == ([0], [])
+
+
 async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> None:
     cast = await serving(num_workers=3, max_missed_publishes=1)
     cast.gate.clear()

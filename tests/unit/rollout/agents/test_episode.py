@@ -97,6 +97,7 @@ async def test_a_turn_is_what_was_given_and_said() -> None:
     assert (answer.reply.content, answer.tokens) == ("first", [*"first", END])
     assert answer.prompt_token_ids == table.chat.encode(first)
     assert answer.sampled.request == 70
+    assert table.episode.last_reply == "first", "as the client got it"
     messages = [user("one"), answer.reply.message, user("two")]
     second = f"\n<|im_start|>user\ntwo{END}\n<|im_start|>assistant\n"
     answer = await table.episode.chat(messages)
@@ -250,14 +251,22 @@ async def test_requests_at_the_same_time_share_the_limit_and_give_back_what_they
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-async def test_turns_end_at_their_limit(limit: int) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_turns_end_at_their_limit(limit: int, at_once: bool) -> None:
+    """A turn counts from its request on."""
     table = Table(Limits(max_turns=limit, max_tokens=100, max_turn_tokens=4, max_model_len=100))
-    for _ in range(limit):
-        await table.episode.complete("x")
+    if at_once:
+        table.engine.gate.clear()
+    requests = [asyncio.create_task(table.episode.complete("x")) for _ in range(limit)]
+    await turns()
+    if not at_once:
+        await asyncio.gather(*requests)
     for _ in range(2):
         with pytest.raises(LimitReached, match=f"has had its {limit} turns") as error:
             await table.episode.complete("x")
         assert (error.value.kind, table.episode.reached) == (TURNS, TURNS)
+    table.engine.gate.set()
+    await asyncio.gather(*requests)
     assert len(table.episode.turns) == limit
 
 

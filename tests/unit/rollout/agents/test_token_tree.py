@@ -226,6 +226,15 @@ def test_requests_that_were_planned_before_the_first_was_sampled_are_forks_or_ne
     assert [tree.record(one, chat.encode("a<|im_end|>"))[1] for one in planned] == reasons
 
 
+def test_a_conversation_goes_on_after_an_answer_without_a_token() -> None:
+    """An engine that stops at once; the template renders an empty answer."""
+    talk = Conversation("chatml")
+    reply, _ = talk.ask([user("one")], "")
+    _, reason = talk.ask([user("one"), reply, user("two")], "a<|im_end|>")
+    assert (reason, talk.parents) == (CONTINUED, [None, 0])
+    assert talk.text() == talk.chat.render([user("one"), reply, user("two")], ()) + "a<|im_end|>"
+
+
 def test_the_newest_of_equal_histories_is_gone_on_from() -> None:
     talk = Conversation("chatml")
     for _ in range(2):

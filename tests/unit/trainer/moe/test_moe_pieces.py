@@ -261,6 +261,19 @@ def test_weights_have_the_format_that_was_asked_for_also_of_recorded_experts(kin
     assert torch.equal(own.weights_TK, recorded.weights_TK)
 
 
+def test_the_gradient_of_gemmas_factors_of_experts_is_added_up_in_float32():
+    """Of a thousand tokens: in bfloat16 a sum would stand still long before."""
+    router, x = router_of("gemma", torch.bfloat16)
+    wide, _ = router_of("gemma")
+    wide.load_state_dict(router.state_dict())
+    tokens = x.repeat(50, 1)
+    for one, given in ((router, tokens), (wide, tokens.float())):
+        one(given).weights_TK.sum().backward()
+    found, wanted = (one.get_parameter("per_expert_scale").grad for one in (router, wide))
+    assert found is not None and wanted is not None
+    assert bool(((found.float() - wanted).abs() <= 0.02 * wanted.max()).all()) and wanted.max() > 50
+
+
 def test_gemmas_tokens_are_rounded_after_each_factor_as_vllm_has_them():
     """1 / sqrt(48) is one of the factors. Logits are float32."""
     router, x = router_of("gemma", torch.bfloat16)
