@@ -91,7 +91,7 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
             telemetry=telemetry,
             checkpoints=checkpoints,
             traces=folder.traces,
-            before_step=None if outlives is None else partial(_hold, outlives, cluster, folder),
+            hold=None if outlives is None else partial(_hold, outlives, cluster, folder),
             on_clock=log.context.set,
         )
         controller = Controller(config, services)

@@ -1,11 +1,12 @@
-"""What another controller needs to go on with a run whose controller was killed: written before each step.
+"""What another controller needs to go on with a run whose controller was killed: written in each step.
 
-    runs/NAME/control/journal    0600: where the run's Ray is, its processes and their key, the state before the step
+    runs/NAME/control/journal           0600: where the run's Ray is, its processes, their key, the state after a step
+    runs/NAME/control/journal.before    the one before, which counts until metrics.jsonl has the row of that step
 
 Owns: the file. Does not own: what processes are (cluster/placement.py: Living), nor what is done with them
 (reinforcement.py).
-Invariant: the file is whole and of one instant, and is on the disk when `write_journal` returns. The rows of metrics of
-all steps before are written then.
+Invariant: a file is whole and of one instant, and is on the disk when `write_journal` returns. What is read is the
+state after the newest row of metrics, or after the one before.
 """
 
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState, lines_of, state_of
 from slipstream.orchestrator.files.claim import check_own, is_own
+from slipstream.orchestrator.files.row_files import last_rows
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, resumed_folder
 from slipstream.orchestrator.socket_folder import DOOR, LET_GO
 
@@ -46,7 +48,7 @@ class Journal:
 
 
 def write_journal(folder: RunFolder, journal: Journal) -> None:
-    """In the place of the one before. Of groups that wait for their step it holds the prompts alone: workers keep
+    """Beside the one before. Of groups that wait for their step it holds the prompts alone: workers keep
     their tokens (rollout/kept_groups.py), which would be megabytes at every step. Raises RunTakenOver."""
     check_own(folder)
     buffer = journal.state.buffer
@@ -59,17 +61,27 @@ def write_journal(folder: RunFolder, journal: Journal) -> None:
         file.write(f"{first}\n{rows}")
         file.flush()
         os.fsync(file.fileno())
+    if _read(folder, folder.journal) is not None:
+        folder.journal.replace(folder.journal_before)
     partial.replace(folder.journal)
 
 
 def read_journal(folder: RunFolder) -> Journal | None:
-    """The run's; None: its processes ended with its controller, or it is another user's."""
+    """The newest one of a step that has its row; None: the run's processes ended with its controller, or it is another
+    user's."""
+    return _read(folder, folder.journal) or _read(folder, folder.journal_before)
+
+
+def _read(folder: RunFolder, path: Path) -> Journal | None:
+    """If it can be read, and counts."""
     try:
-        with folder.journal.open() as lines:
+        with path.open() as lines:
             first = json.loads(next(lines))
-            return Journal(Whereabouts(**first["ray"]), first["processes"], state_of(first["state"], lines))
+            journal = Journal(Whereabouts(**first["ray"]), first["processes"], state_of(first["state"], lines))
     except (OSError, StopIteration, ValueError, KeyError, TypeError):
         return None
+    rows = last_rows(folder.metrics, 1)
+    return journal if rows and journal.state.step <= rows[0]["step"] else None
 
 
 def door_of(folder: RunFolder) -> Path | None:
@@ -97,9 +109,10 @@ def end_what_waits(folder: RunFolder) -> bool:
 
 def remove_journal(folder: RunFolder) -> None:
     """The run's processes end with its controller from now on."""
-    with suppress(OSError):
-        if is_own(folder):
-            folder.journal.unlink()
+    for path in (folder.journal, folder.journal_before):
+        with suppress(OSError):
+            if is_own(folder):
+                path.unlink()
 
 
 def waits_for(config: RunConfig) -> RunState | None:

@@ -119,6 +119,7 @@ class RunFolder:
     alive = Inside("control/alive")
     starting = Inside("control/starting.json")
     journal = Inside("control/journal")
+    journal_before = Inside("control/journal.before")
     dashboard = Inside("control/dashboard.json")
     workers_asked = Inside("control/workers_asked")
     traces = Inside("traces")

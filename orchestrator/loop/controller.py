@@ -44,7 +44,7 @@ import numpy as np
 
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.errors import NoReplicasLeft
-from slipstream.fleet.waiting import wait_for
+from slipstream.fleet.waiting import together, wait_for
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.files.samples import shown_rollouts
@@ -158,14 +158,18 @@ class Controller(StepLoop):
             logger.warning("step %d: no response of its batch counts, so nothing is updated or published", record.step)
             record.extra |= {"optim/skipped": 1, "optim/updates": 0, "trainer/num_microbatches": 0}
         with self._row_of(record, clock):
-            if record.optim is not None and record.optim.is_finite and config.weight_sync.enabled:
-                record.sync = await self.publish()
-                self._check_that_weights_moved(record.optim, record.sync)
+            await together(self._held_ahead(), self._publish_into(record))
             await self.buffer.open_next_batch()  # after the commit: what is sampled next comes from the new version
             self._is_whole = True
             is_due = config.run.is_due(config.run.eval_every_steps, self.step)
             await self._or_save(self._fed(self._evaluate_into(record, is_due=is_due)))
         await self._judge(record, is_evaluated=is_due and bool(self.services.eval_sets))
+
+    async def _publish_into(self, record: StepRecord) -> None:
+        """Where the step made a version."""
+        if record.optim is not None and record.optim.is_finite and self._config.weight_sync.enabled:
+            record.sync = await self.publish()
+            self._check_that_weights_moved(record.optim, record.sync)
 
     async def _update(self, drafts: list[Draft], batch: Batch, record: StepRecord, clock: Stopwatch) -> None:
         """Advantages of a batch, and every update that it is used for."""

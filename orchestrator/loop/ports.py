@@ -121,8 +121,9 @@ class StepServices:
     checkpoints: CheckpointStore
     activities: Activities = field(default_factory=Activities)
     """Where whoever does something notes it, for the step's timeline."""
-    before_step: Callable[[RunState], Awaitable[None]] | None = None
-    """Given the state before each step, once all rows before it are written; None: nobody wants it."""
+    hold: Callable[[RunState], Awaitable[None]] | None = None
+    """Given the state after each step, from which another controller may go on once the step's row is written; None:
+    there will be none."""
     on_clock: Callable[[int, int], None] = lambda step, policy_version: None
     """Told of every change of step and policy version; logs carry them."""
 

@@ -60,7 +60,8 @@ class StepLoop(ABC):
         self._checkpoints = services.checkpoints
         self._on_clock = services.on_clock
         self._activities = services.activities
-        self._before_step = services.before_step
+        self._hold = services.hold
+        self._held_step = -1
         self._best: BestCheckpoint | None = None
         if config.run.keep_best is not None:
             first_step = step_of(self._checkpoints.newest()) if config.run.resume is not None else 0
@@ -106,8 +107,7 @@ class StepLoop(ABC):
         run = self._config.run
         try:
             while self.step < run.num_steps:
-                if self._before_step is not None:
-                    await self._before_step(self._state())
+                await self._held()
                 await self._next_step()
                 await self._stop_if_hopeless()
                 if self._completing is not None and self._completing.done():
@@ -124,6 +124,19 @@ class StepLoop(ABC):
         finally:
             if self._completing is not None:
                 await last_attempt(self._completed(), "completing a checkpoint", timeout_s=SAVE_S)
+
+    async def _held(self) -> None:
+        """Let another controller go on from the state after this step, from its row on."""
+        if self._hold is not None and self._held_step != self.step:
+            await self._hold(self._state())
+            self._held_step = self.step
+
+    async def _held_ahead(self) -> None:
+        """_held(), while the row of this step is still to come, unless an evaluation or a checkpoint is due: a
+        controller that dies after the row has not come to it, and the next one would leave it out."""
+        run = self._config.run
+        if not any(run.is_due(every, self.step) for every in (run.eval_every_steps, run.checkpoint_every_steps)):
+            await self._held()
 
     async def save(self) -> Path:
         """Write a checkpoint, unless this step has one, and return it once it is complete. What else goes on, sampling

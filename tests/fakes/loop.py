@@ -158,7 +158,7 @@ class Loop:
         self.controller: Controller | None = None
         self.clock: list[tuple[int, int]] = []
         """Step and policy version, whenever the loop was told to say that one has changed."""
-        self.before_step: Callable[[RunState], Awaitable[None]] | None = None
+        self.hold: Callable[[RunState], Awaitable[None]] | None = None
         self.found: RunState | None = None
         """What the trainer has, which another controller left."""
 
@@ -201,7 +201,7 @@ class Loop:
                 telemetry=telemetry,
                 checkpoints=self.checkpoints,
                 traces=Path("traces"),
-                before_step=self.before_step,
+                hold=self.hold,
                 on_clock=lambda step, policy_version: self.clock.append((step, policy_version)),
             )
             self.controller = Controller(self.config, services)

@@ -39,6 +39,7 @@ def folder(tmp_path: Path) -> RunFolder:
     (folder.root / "control").mkdir(parents=True)
     (folder.root / "control" / "alive").touch()
     folder.config.write_text(yaml.safe_dump(to_plain(asdict(RunConfig()))))
+    folder.metrics.write_text('{"step": 3}\n{"step": 4}\n')
     write_journal(folder, Journal(Whereabouts(str(tmp_path / "private"), 4711), '{"name": "run"}', STATE))
     return folder
 
@@ -71,8 +72,12 @@ def test_what_was_written_is_read_by_its_owner(folder: RunFolder, monkeypatch: p
     assert read_journal(folder) == journal and flushed == [str(partial)]
     text = folder.journal.read_text()
     folder.journal.write_text(text[: len(text) // 2])
+    assert read_journal(folder) == journal, "the one before is whole"
+    folder.journal_before.unlink()
     assert read_journal(folder) is None
+    write_journal(folder, journal)
     remove_journal(folder)
+    assert not folder.journal.exists() and not folder.journal_before.exists()
     remove_journal(folder)
     assert read_journal(folder) is None
 
@@ -105,3 +110,20 @@ def test_slipstream_stop_ends_what_waits(folder: RunFolder, door: socket.socket)
     assert "its trainer ranks and engines, which were alive, are ended" in said
     (folder.root.parent / "private" / DOOR).unlink()
     assert len(stop(folder.root)) == len(said) - 1
+
+
+def test_a_state_counts_once_its_step_has_a_row(folder: RunFolder) -> None:
+    journal = read_journal(folder)
+    assert journal is not None
+    for _ in range(2):  # the second one by a controller that went on, and was killed in the same step
+        write_journal(folder, replace(journal, state=replace(READ, step=5)))
+        assert read_journal(folder) == journal
+        assert folder.journal_before.exists(), "until another one counts"
+        write_journal(folder, journal)  # with which a controller begins
+        assert read_journal(folder) == journal
+    write_journal(folder, newer := replace(journal, state=replace(READ, step=5)))
+    with folder.metrics.open("a") as rows:
+        rows.write('{"step": 5}\n')
+    assert read_journal(folder) == newer
+    folder.metrics.unlink()
+    assert read_journal(folder) is None
