@@ -1,6 +1,8 @@
 """Batches of a run with staleness begin at even distances, and nothing holds them back once the first one is in."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +71,17 @@ class Fleet:
         while True:
             self.tickets.append((await self.buffer.claim_ticket()).number)
 
+    @asynccontextmanager
+    async def begun(self) -> AsyncIterator[asyncio.Task[None]]:
+        """While the block runs, tickets are claimed, and the ramp opens batches, in the task that this yields."""
+        await self.ramp.begin()
+        claiming, opening = asyncio.create_task(self.claim()), asyncio.create_task(self.ramp.run())
+        try:
+            yield opening
+        finally:
+            claiming.cancel()
+            opening.cancel()
+
     async def sampled(self, worker: int, *, tokens: int = 0, finished: int = 0) -> int:
         """Let a worker make progress. Returns how many batches are open then."""
         one = self.workers[worker]
@@ -83,46 +96,31 @@ async def test_batches_are_opened_by_tokens_of_the_whole_fleet() -> None:
     fleet = Fleet()
     await fleet.sampled(0, tokens=10**9)  # an evaluation, before the ramp
     before = 10**9
-    await fleet.ramp.begin()
-    tasks = [asyncio.create_task(fleet.claim()), asyncio.create_task(fleet.ramp.run())]
-    try:
+    async with fleet.begun() as opening:
         assert await fleet.sampled(0, tokens=before) == 1
         assert await fleet.sampled(0, tokens=before + TOKENS_PER_BATCH // 8) == 1
         assert await fleet.sampled(1, tokens=TOKENS_PER_BATCH // 8) == 2
         assert await fleet.sampled(1, tokens=TOKENS_PER_BATCH * 5 // 8) == 3
         assert await fleet.sampled(0, tokens=before + TOKENS_PER_BATCH) == 4
         assert fleet.buffer.is_wide_open
-        await asyncio.wait_for(tasks[1], 20)
-    finally:
-        for task in tasks:
-            task.cancel()
+        await asyncio.wait_for(opening, 20)
 
 
 @on_jumping_clock
 async def test_responses_that_end_early_open_batches_too() -> None:
     """Most have far fewer than max_tokens: engines must not stand idle behind the longest."""
     fleet = Fleet()
-    await fleet.ramp.begin()
-    tasks = [asyncio.create_task(fleet.claim()), asyncio.create_task(fleet.ramp.run())]
-    try:
+    async with fleet.begun():
         assert [await fleet.sampled(0, finished=finished) for finished in (0, 1, 2, 3, 6)] == [1, 2, 2, 3, 4]
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 @on_jumping_clock
 async def test_workers_that_do_not_serve_are_not_asked() -> None:
     fleet = Fleet()
     fleet.replicas[1].state = ReplicaState.starting
-    await fleet.ramp.begin()
-    tasks = [asyncio.create_task(fleet.claim()), asyncio.create_task(fleet.ramp.run())]
-    try:
+    async with fleet.begun():
         assert await fleet.sampled(1, tokens=TOKENS_PER_BATCH) == 1
         assert await fleet.sampled(0, tokens=TOKENS_PER_BATCH // 4) == 2
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 @on_jumping_clock
@@ -136,9 +134,7 @@ async def test_workers_that_fail_or_hang_hold_nothing_back_for_good() -> None:
         await asyncio.sleep(60)
 
     fleet.workers[0].progress, fleet.workers[1].progress = fails, hangs  # type: ignore[method-assign]
-    await fleet.ramp.begin()
-    tasks = [asyncio.create_task(fleet.claim()), asyncio.create_task(fleet.ramp.run())]
-    try:
+    async with fleet.begun() as opening:
         assert await fleet.sampled(0) == 1
         for number in range(2):
             ticket = SimpleNamespace(number=number)
@@ -146,10 +142,7 @@ async def test_workers_that_fail_or_hang_hold_nothing_back_for_good() -> None:
             await fleet.buffer.deliver(ticket, group)  # type: ignore[arg-type]
         await fleet.buffer.take_batch(0)
         assert await fleet.sampled(0) == 4
-        await asyncio.wait_for(tasks[1], 20)
-    finally:
-        for task in tasks:
-            task.cancel()
+        await asyncio.wait_for(opening, 20)
 
 
 async def test_a_run_begins_with_one_batch_and_a_resumed_one_with_all(
