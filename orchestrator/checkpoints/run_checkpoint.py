@@ -227,7 +227,7 @@ class CheckpointStore:
         for step in reversed([step for step in remote.steps() if step > here]):
             if (partial := self._fetch(remote, step)) is not None:
                 remote.take_records(self.folder.parent)  # before the name: who finds one here fetches nothing again
-                best = object_in(self.folder / "best.json").get("step")
+                best = object_in(self.folder / "best.json").get("step") or 0
                 is_missing = best != step and best in remote.steps() and self.of_step(best) is None
                 if is_missing and (kept := self._fetch(remote, best)) is not None:
                     self._put(kept, best)

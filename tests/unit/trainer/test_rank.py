@@ -182,6 +182,16 @@ def test_an_infinite_loss_refuses_the_step_and_the_next_one_is_clean():
     assert rank.optimizer_step().is_finite
 
 
+def test_a_loss_that_is_not_finite_refuses_the_step_although_its_gradients_are(tmp_path):
+    """One of somebody's own, whose sum overflows."""
+    (tmp_path / "own.py").write_text("def far(tokens, algorithm):\n    return tokens.logprobs_N + 3e38\n")
+    rank, samples = make_rank(algorithm=AlgorithmConfig(loss=f"{tmp_path / 'own.py'}:far")), make_samples()
+    rank.forward_backward([samples], count(samples[:1]))
+    stats = rank.optimizer_step()
+    assert np.isfinite(stats.grad_norm) and stats.grad_norm > 0
+    assert (stats.is_finite, stats.policy_version) == (False, 0)
+
+
 def test_several_updates_make_one_version_and_a_refused_one_changes_nothing():
     """Applied, refused, applied: one version. All refused: none."""
     rank, samples = make_rank(), make_samples()

@@ -29,7 +29,7 @@ from slipstream.orchestrator.control.control_folder import (
     note_end,
     workers_asked,
 )
-from slipstream.orchestrator.control.run_state import note_start, note_started
+from slipstream.orchestrator.control.run_state import note_start, note_started, state_of
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 
@@ -322,3 +322,19 @@ def test_a_run_that_fine_tunes_has_no_workers_and_says_so_at_once(run: Path) -> 
     (run / "config.yaml").write_text("algorithm: {objective: sft}")
     with alive(run), pytest.raises(ConfigError, match=r"is of algorithm=sft: .*no rollout workers"):
         ask(run, recover(None), timeout_s=0)
+
+
+def test_a_run_of_another_user_is_unknown_unless_its_export_says_that_it_has_finished(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who alone may read how it ended, and whether it goes on: it has not stopped because nobody else can see that."""
+    folder = RunFolder(run)
+    with pytest.raises(KeyboardInterrupt), alive(run):
+        raise KeyboardInterrupt
+    assert state_of(folder, 3, 3) == ("stopped", None)
+    private = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr(os, "open", private)
+    monkeypatch.setattr(Path, "read_text", private)
+    assert [state_of(folder, step, 3) for step in (None, 2, 3)] == [("unknown", None)] * 3
+    folder.adapter.mkdir()
+    assert [state_of(folder, step, 3)[0] for step in (None, 2, 3, 4)] == ["unknown"] * 2 + ["finished"] * 2

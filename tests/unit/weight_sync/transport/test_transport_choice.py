@@ -66,6 +66,14 @@ def test_merged_ranges_are_disjoint_and_cover_the_same_bytes(raw: list[tuple[int
     }
 
 
+def test_ranges_that_touch_stay_apart_for_they_may_be_two_allocations() -> None:
+    """A registration that spans two is refused by RDMA, long after it was made over TCP."""
+    ranges = [MemoryRange(150, 50), MemoryRange(100, 50)]
+    assert merge_ranges(ranges) == sorted(ranges)
+    assert merge_ranges([*ranges, MemoryRange(149, 2)]) == [MemoryRange(100, 100)]
+    assert merge_ranges([*ranges, MemoryRange(120, 30)]) == sorted(ranges), "the end of one is in it"
+
+
 def test_a_piece_must_lie_in_one_range() -> None:
     ranges = [MemoryRange(100, 50), MemoryRange(150, 50)]
     check_registered(ranges, [100, 150, 199], [50, 50, 1], "x")
