@@ -98,7 +98,7 @@ class Replica:
 
     @property
     def worker(self) -> RolloutHandle:
-        """Its process, as it is called."""
+        """What calls of this worker go to."""
         assert self.handle is not None, f"{self.name} was never up"
         return self.handle
 

@@ -229,7 +229,7 @@ class Scaling:
             )
 
     def _chosen(self, num: int, states: Sequence[ReplicaState], first: Collection[str] = ()) -> list[Replica]:
-        """Those in these states, some of them first, and then new ones."""
+        """So many replicas to start: those in these states, among them `first` before others, then new ones."""
         replicas = self._roster.replicas
         idle = [one for one in replicas.values() if one.state in states]
         idle = sorted(idle, key=lambda one: one.name not in first)[:num]

@@ -166,7 +166,7 @@ async def _hold(own_ray: OwnRay, cluster: Cluster, folder: RunFolder, state: Run
 
 
 def _let_go(own_ray: OwnRay, folder: RunFolder) -> None:
-    """From now on they end with it."""
+    """From now on processes end with this controller, as if none had been held."""
     own_ray.hold(False)
     remove_journal(folder)
 

@@ -148,7 +148,7 @@ def _told_to_end(folder: RunFolder) -> str:
 
 
 def _what_is_saved(folder: RunFolder) -> str:
-    """And the cure."""
+    """Say which step a run that met a full disk has saved, and how to go on."""
     if not (complete := complete_checkpoints(folder.checkpoints)):
         return "no checkpoint is saved. Make room, and start it again"
     newest = complete[-1]

@@ -100,7 +100,7 @@ async def begin_start(
 
 
 def open_telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, first_step: int) -> Telemetry:
-    """Its rows, samples and loggers, after `first_step`."""
+    """Open what a run writes of its steps: rows, samples and loggers, after `first_step`."""
     rewards, evals = _reward_names(config), eval_names(config)
     return Telemetry(
         folder,
@@ -126,7 +126,7 @@ def _reward_names(config: RunConfig) -> RewardNames:
 
 
 async def draw(config: RunConfig, folder: RunFolder) -> None:
-    """The curves of a run that has steps."""
+    """Draw the curves of a run that has steps."""
     if config.run.num_steps > 0:
         await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, PANELS[config.algorithm.objective])
 

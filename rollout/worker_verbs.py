@@ -192,7 +192,7 @@ class WorkerVerbs(RolloutVerbs, Protocol):
 
 
 class EngineConnection(Connection):
-    """To a worker, or to one of its engine's ranks."""
+    """A connection to a worker, or to one of its engine's ranks."""
 
     failed, gone = EngineError, EngineDied
 

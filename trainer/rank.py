@@ -92,12 +92,12 @@ class TrainerRank:
 
     @property
     def policy(self) -> PolicyForward:
-        """Its forward passes; after load()."""
+        """Runs forward passes of this rank; after load()."""
         return self._of_load(self._policy)
 
     @property
     def learner(self) -> Learner:
-        """What it trains; after load()."""
+        """Holds and updates what this rank trains; after load()."""
         return self._of_load(self._learner)
 
     # ------------------------------------------------------------------------------------------------------------ load
@@ -311,7 +311,7 @@ class TrainerRank:
 
     @property
     def states(self) -> RankStates:
-        """What it saves and continues from; after load()."""
+        """Saves what this rank holds, and continues from it; after load()."""
         return self._of_load(self._states)
 
     def shutdown(self) -> None:

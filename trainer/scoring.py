@@ -43,7 +43,7 @@ class Packed:
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int]], device: torch.device) -> Packed:
-        """On `device`."""
+        """Pack sequences, on `device`."""
         token_ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences]).to(device)
         return cls(token_ids, positions, torch.tensor([0, *map(len, sequences)]).cumsum(0))

@@ -163,7 +163,7 @@ class OwnRay:
 
     @property
     def whereabouts(self) -> Whereabouts:
-        """For another controller."""
+        """Where another controller finds this cluster."""
         assert self._host is not None and self._private is not None
         return Whereabouts(str(self._private.root), self._host.pid)
 

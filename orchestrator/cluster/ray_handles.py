@@ -127,7 +127,7 @@ class RayTrainerGroup:
 
     @property
     def living(self) -> LivingRanks:
-        """For a controller that comes after this one."""
+        """What a controller that comes after this one needs to know of the ranks."""
         return self._rebirth.living(self._ranks)
 
     async def return_to(self, policy_version: int) -> bool:

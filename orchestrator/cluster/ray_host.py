@@ -223,7 +223,7 @@ def tell_instead(run: Path, lost: str) -> None:
 
 
 def loss(server: str, how: str) -> str:
-    """For people."""
+    """Say that a server of the cluster has ended."""
     return f"{server}, which holds the run's Ray cluster, is gone: {how}"
 
 

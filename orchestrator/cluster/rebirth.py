@@ -216,7 +216,7 @@ class Rebirth:
             raise CheckpointLost("a trainer rank died before its files were there")
 
     def living(self, ranks: Ranks) -> LivingRanks:
-        """For a controller that comes after this one."""
+        """What a controller that comes after this one needs to know of the ranks."""
         is_kept = not any(one.after == self._num_kept for one in self._noted if one.what != _CHECKPOINT)
         facts = [{name: fact[name] for name in ("state_bytes", "node")} for fact in ranks.facts]
         number = self._num_kept if is_kept and not self._why_not else 0

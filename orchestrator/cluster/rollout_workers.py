@@ -105,7 +105,7 @@ class RolloutWorkers:
 
     @property
     def living(self) -> LivingWorkers:
-        """For a controller that comes after this one."""
+        """What a controller that comes after this one needs to know of the workers."""
         living = {name: worker.living for name, worker in self.workers.items()}
         return LivingWorkers(living, dict(self._num_starts), self.rooms.living)
 

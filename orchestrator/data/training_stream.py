@@ -139,7 +139,7 @@ def _items(source: str, rows: Iterable[Row], read: ReadSome[Item], verb: str) ->
 
 
 def _saying(source: str, rows: Iterable[Row], verb: str) -> Iterator[Row]:
-    """These rows; the log says now and then how many there were."""
+    """Pass rows on, and log now and then how many there were."""
     said_at = time.monotonic()
     for count, row in enumerate(rows, start=1):
         yield row

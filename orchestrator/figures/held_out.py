@@ -95,7 +95,7 @@ class Evaluation:
 
     @property
     def all_groups(self) -> list[Group]:
-        """Those of all sets."""
+        """The groups of all sets."""
         return [group for groups in self.groups.values() for group in groups]
 
 

@@ -160,7 +160,7 @@ class StepLoop(ABC):
         await finish_first(self._begun_save(), "a checkpoint that has begun", timeout_s=SAVE_S)
 
     async def _begun_save(self) -> None:
-        """From the trainer's copy to the task that completes the checkpoint."""
+        """Await the trainer's copy, and start the task that completes the checkpoint."""
         partial, times = self._checkpoints.begin(self.step), [time.monotonic()]
         adapter = partial / "adapter" if self._config.trainer.mode is TrainMode.lora else None
         with self._discarding_what_fails(partial):

@@ -247,7 +247,7 @@ class Push:
                     pass
 
     def _attach(self, engine: ServedEngine, layouts: Sequence[DestLayout]) -> tuple[list[str], float]:
-        """Its ranks' endpoints, and the seconds that it took."""
+        """Have an engine open its endpoints. Returns those of its ranks, and how many seconds that took."""
         options, began = self._options, time.monotonic()
         rendezvous = Rendezvous(self._key, local_host([engine]))
         try:

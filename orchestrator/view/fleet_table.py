@@ -115,6 +115,6 @@ def _rates(counts: list[tuple[float, str, int]]) -> list[tuple[float, float]]:
 
 
 def _thinned(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
-    """At most MOST_POINTS of them, evenly, the last one among them."""
+    """At most MOST_POINTS of the points, at even distances, with the last one."""
     every = -(-len(points) // MOST_POINTS) or 1
     return points[(len(points) - 1) % every :: every] if points else []

@@ -187,7 +187,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         return await endpoint.start()
 
     def start_weight_update(self) -> None:
-        """From here on the endpoint may begin."""
+        """Let the endpoint take a publisher's begin()."""
         if self._handler is None or self._endpoint is None:
             raise EngineError("start_weight_update before init_weight_transfer_engine")
         self._epoch_before = self._endpoint.state.epoch

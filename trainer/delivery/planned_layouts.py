@@ -75,7 +75,7 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """On any GPU: without `whole`."""
+        """What a GPU holds however dense parameters are gathered: all but `whole`."""
         return self.weights + self.adapters + self.gradients + self.optimizer
 
     @property

@@ -109,7 +109,7 @@ class ContextCut:
 
     @property
     def sequences(self) -> PackedSequences:
-        """Its chunks as the decoder takes them."""
+        """This rank's chunks as the decoder takes them."""
         return replace(self.chunks, gather=self.gather_keys)
 
     def gather_keys(self, k_RGD: Tensor, v_RGV: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class ContextCut:
         return k_KF.unflatten(1, k_RGD.shape[1:]), v_KF.unflatten(1, v_RGV.shape[1:])
 
     def predictions(self, rows_N: np.ndarray) -> Predictions:
-        """Those made of the hidden states of these rows of the microbatch."""
+        """The predictions made of the hidden states of these rows of the microbatch."""
         owner_N, device = self.owner_T[rows_N], self.rows_R.device
         places_N, most = np.zeros(len(rows_N), np.int64), 0
         for rank in range(self.group.size()):
@@ -203,7 +203,7 @@ def _gather(own: Tensor, most_rows: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sum_of_ranks(received: Tensor, num_ranks: int) -> Tensor:
-    """In float32, rank after rank."""
+    """Add up what each rank sent, in float32, in the order of ranks."""
     parts = received.view(num_ranks, -1, received.shape[1]).unbind()
     total = parts[0].float() if received.dtype.itemsize < 4 else parts[0].clone()
     for part in parts[1:]:

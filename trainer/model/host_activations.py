@@ -55,7 +55,7 @@ class HostPool:
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def give_back(self, chunks: list[Tensor]) -> None:
-        """They may be used again."""
+        """Take chunks back, for another pass to use."""
         self._free += chunks
 
 

@@ -91,7 +91,7 @@ class Learner:
         return OptimStats(self.policy_version, result.grad_norm, result.lr, result.is_finite)
 
     def drop_gradients(self) -> None:
-        """Those of the next update begin at zero."""
+        """Forget gradients and loss: the next update begins at zero."""
         for _, param in self._trainable:
             param.grad = None
         self._local_loss = 0.0

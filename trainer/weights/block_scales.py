@@ -73,7 +73,7 @@ class _Stack:
     num_columns: int
 
     def scales(self, flat: Tensor) -> Tensor:
-        """Its scales, live."""
+        """A view of this parameter's scales in `flat`, where all parameters have theirs."""
         shape = (self.num_rows + 1, self.num_columns)
         return flat[self.offset : self.offset + shape[0] * shape[1]].view(shape)
 

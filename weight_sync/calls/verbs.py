@@ -28,7 +28,7 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Its result, or its error."""
+    """What a call is answered with: the verb's result, or its error."""
 
     number: int
     error: str

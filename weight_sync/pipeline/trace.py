@@ -125,7 +125,7 @@ class ReplicaTimes:
     commit_s: float = 0.0
 
     def spans(self) -> list[Span]:
-        """Its phases, one after the other."""
+        """The phases of a replica's publish, one after the other."""
         offset_s = time.time() - time.monotonic()
         marked_s = self.asked_s + self.idle_s + self.mark_s
         phases = [("pause", self.asked_s, self.idle_s), ("mark dirty", self.asked_s + self.idle_s, self.mark_s)]

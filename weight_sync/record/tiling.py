@@ -107,7 +107,7 @@ def _ranges(write: Written) -> _Ranges:
 
 
 def _sorted(ranges: _Ranges) -> _Ranges:
-    """In order of their start."""
+    """The ranges in the order of their starts."""
     return ranges[np.argsort(ranges[:, 0], kind="stable")]
 
 
