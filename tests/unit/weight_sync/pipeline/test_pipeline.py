@@ -30,8 +30,17 @@ from slipstream.weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
 from slipstream.weight_sync.plan.plan import build_plan
 
 
-def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
+@pytest.mark.parametrize("given_up", [[], ["nobody began"], ["cancelled", "nobody began"]])
+def test_every_byte_arrives_and_is_counted_and_hashed(given_up: list[str]) -> None:
+    """Also after publishes that went no further than to pack their first loads."""
     world = World()
+    for version, end in enumerate(given_up):
+        world.pipeline.prepare(version)
+        if end == "cancelled":
+            world.pipeline.cancel()
+        else:
+            assert world.pipeline.run(version, {}, {}).report.errors == {}
+    num_ends = world.source.num_ends
     result = world.run(3)
     assert result.report.errors == {}
     assert world.arrived(0, 3)
@@ -42,7 +51,7 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
         for name, (count, total) in sums.items():
             assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
     assert result.report.num_bytes == world.plan.summary().num_bytes
-    assert world.source.num_ends == 1
+    assert world.source.num_ends == num_ends + 1
 
 
 @pytest.mark.parametrize(("more_bytes", "has_room"), [(0, False), (128, True)], ids=["full windows", "with room"])

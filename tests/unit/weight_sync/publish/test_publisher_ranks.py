@@ -330,12 +330,14 @@ def test_changes_of_all_ranks_are_what_an_engine_rank_is_told_of(make) -> None:
 def test_what_engines_are_taken_to_hold_is_what_all_ranks_send_together(make, monkeypatch) -> None:
     """Before a first publish that sends changes, and before engines merge for themselves."""
     world, seen = make(zone=1 << 12), []
-    for verb in ("note_base", "freeze_base"):
-        monkeypatch.setattr(Rank0, verb, lambda _, sums: seen.append(sums))
+    bases, note_base = world.publishers[0]._rank0._bases, Rank0.note_base
+    monkeypatch.setattr(Rank0, "freeze_base", lambda _, sums: seen.append(sums))
+    monkeypatch.setattr(Rank0, "note_base", lambda self, sums: (seen.append(sums), note_base(self, sums)))
     for rank, publisher in enumerate(world.publishers):
         publisher._base = DictSource(rank, NUM_RANKS)
     world.connect()
     world.all(Publisher.note_base)
+    assert len(bases._committed) == 4
     world.publish(0)
     sent = world.publishers[0]._rank0._last_sums
     assert len(seen) == 2 and len(sent) == 4
