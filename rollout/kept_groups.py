@@ -73,7 +73,7 @@ class KeptGroups:
         return rollouts
 
     def hand_on(self) -> None:
-        """Another controller is there."""
+        """Keep for another controller, which is there now, what the one before had asked for."""
         self._drop_left()
         for group in self._own:
             self._left.setdefault(group.asked, []).append(group)
@@ -125,5 +125,5 @@ def _is_good(task: asyncio.Task[list[Rollout]]) -> bool:
 
 
 def _version_of(rollouts: list[Rollout]) -> int:
-    """That of the last token."""
+    """The version of the last token."""
     return max(one.policy_versions[-1] for one in rollouts if one.policy_versions)

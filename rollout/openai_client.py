@@ -56,7 +56,7 @@ class Rate:
         return turn
 
     def rest_until(self, then: float) -> None:
-        """Let no request leave before."""
+        """Let no request leave before this time."""
         self._next = max(self._next, then)
 
 

@@ -273,7 +273,7 @@ class RolloutWorker:
         return self.adapter_replica is not None and self.adapter_replica.keep(version)
 
     async def progress(self) -> Progress:
-        """How much it has sampled."""
+        """RolloutVerbs.progress."""
         engine = self.engine
         return Progress(time.time(), engine.num_generated_tokens, engine.num_finished_responses, engine.first_token_at)
 

@@ -148,7 +148,7 @@ class Launch:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Programs."""
+        """How many programs the launch has, tiles by chunks."""
         return -(-self.max_tiles // TILES_A_PROGRAM), len(self.table)
 
 

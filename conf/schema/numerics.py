@@ -154,5 +154,5 @@ class NumericsByPlace(NumericsConfig):
 
     @property
     def places(self) -> Roundings:
-        """As given."""
+        """The roundings that were given, place by place."""
         return self.own

@@ -56,7 +56,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, process: psutil.Process) -> "ProcessId":
-        """Raises psutil.NoSuchProcess."""
+        """Identify a process. Raises psutil.NoSuchProcess."""
         try:
             stat = Path(f"/proc/{process.pid}/stat").read_bytes()
         except (FileNotFoundError, ProcessLookupError) as error:

@@ -173,7 +173,7 @@ class RayCluster:
         await self.in_thread(lambda: ray.util.remove_placement_group(group))
 
     def name_of(self, group: PlacementGroup) -> str:
-        """Under which find_group() finds it."""
+        """The name under which find_group() finds a group."""
         return next(name for name, one in self._groups.items() if one == group)
 
     async def find_group(self, name: str) -> PlacementGroup:

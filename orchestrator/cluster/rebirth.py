@@ -210,7 +210,7 @@ class Rebirth:
         self._noted = [one for one in self._noted if one.what != _CHECKPOINT]
 
     def raise_if_checkpoint_lost(self) -> None:
-        """Once."""
+        """Raise CheckpointLost if a checkpoint was lost, once."""
         if self._is_checkpoint_lost:
             self._is_checkpoint_lost = False
             raise CheckpointLost("a trainer rank died before its files were there")

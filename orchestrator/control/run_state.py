@@ -39,7 +39,7 @@ def note_start(folder: RunFolder, seconds: float, waits_for: str) -> None:
 
 
 def note_started(folder: RunFolder) -> None:
-    """The start is over."""
+    """Remove what note_start wrote: the start is over."""
     with suppress(OSError):
         folder.starting.unlink()
 

@@ -96,7 +96,7 @@ class Startup:
         self._spans.append(self._now[who])
 
     def ready(self, who: str) -> None:
-        """`who` is up."""
+        """Note that `who` is up."""
         if who in self._now:
             span = self._now.pop(who)
             span.to_s = self._now_s()

@@ -26,7 +26,7 @@ class RouteBytes:
 
 
 def route_bytes(config: RunConfig) -> RouteBytes | None:
-    """None where none are recorded."""
+    """What the routes of a run take; None where none are recorded."""
     folder = config.model.path
     if not config.parity.replay_routing or (folder is not None and not Path(folder).is_dir()):
         return None  # check_model reports a folder that is missing

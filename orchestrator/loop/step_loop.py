@@ -228,7 +228,7 @@ class StepLoop(ABC):
         logger.info("resumed from %s at step %d, policy version %d", path, self.step, self.policy_version)
 
     def _go_on_from(self, state: RunState) -> None:
-        """The trainer has it."""
+        """Take over a state that the trainer has."""
         self.step, self.policy_version = state.step, state.policy_version
         self._restore(state)
         self._on_clock(self.step, self.policy_version)

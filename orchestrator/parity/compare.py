@@ -80,7 +80,7 @@ class Difference:
 
     @property
     def layer(self) -> int | None:
-        """None: outside the layers."""
+        """The number of the operation's layer; None: it is outside of them."""
         found = LAYER.match(self.operation)
         return int(found[1]) if found else None
 

@@ -232,6 +232,6 @@ def _size(path: Path) -> int:
 
 
 def _plain(value: Any) -> float | int | None:
-    """JSON has no NaN."""
+    """A number of NumPy as JSON has it, which has no NaN."""
     number = value.item()
     return None if isinstance(number, float) and not math.isfinite(number) else number

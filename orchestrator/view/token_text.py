@@ -28,7 +28,7 @@ class TokenText:
         self._tokenizer: Tokenizer | None = None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """One per token."""
+        """The text of each token."""
         tokenizer = self._loaded()
         if tokenizer is None:
             return [f"[{token}]" for token in token_ids]

@@ -234,7 +234,7 @@ class EpisodeRunner:
                 episode.ended.set_exception(self._lost)
 
     async def _obey(self, channel: Channel) -> NoReturn:
-        """Raises: Disconnected."""
+        """Do what the service says, until Disconnected is raised."""
         while True:
             message = await channel.receive()
             match message:

@@ -59,7 +59,7 @@ class ChatReply:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """What it calls."""
+        """The tools that the reply calls."""
         return [_tool_call(call) for call in self.message.get("tool_calls", [])]
 
 

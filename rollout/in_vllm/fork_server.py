@@ -230,7 +230,7 @@ def _answer(
     before: Mapping[str, str],
     set_by_imports: dict[str, str],
 ) -> None:
-    """Answer one who asks."""
+    """Take one request to fork, and answer it."""
     connection, _ = listener.accept()
     asking = BlockingChannel(connection)
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
@@ -288,7 +288,7 @@ def _become(
 
 
 def _take(environment: Mapping[str, str]) -> None:
-    """Make it this process's."""
+    """Give this process another environment."""
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     threads = environment.get("OMP_NUM_THREADS", "")

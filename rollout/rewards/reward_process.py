@@ -48,7 +48,7 @@ def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: JsonOb
 async def _judge_soon(
     reward: Reward, timeout_s: float, prompt: str, responses: Sequence[str], fields: JsonObject
 ) -> list[object]:
-    """The same for a coroutine."""
+    """Judge with a reward that is a coroutine."""
     with counted() as counts:
         try:
             async with asyncio.timeout(timeout_s) as limit:

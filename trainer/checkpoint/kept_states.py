@@ -50,7 +50,7 @@ class KeptStates:
         self._sends.settle()
 
     def readiness(self) -> Readiness:
-        """Does not wait."""
+        """Say, without waiting, whether a state can be sent now, later or never."""
         try:
             is_sent = self._sends.are_done()
         except (OSError, RuntimeError) as error:

@@ -80,7 +80,7 @@ class _LatentHeads(torch.autograd.Function):
 def latent_heads_triton(
     q_TND: Tensor, kv_TNE: Tensor, turning_TR: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys."""
+    """Queries and keys of all heads, as latent_heads_torch defines them."""
     tokens, heads, width = q_TND.shape
     half = turning_TR.shape[1] // 2
     q_TND, kv_TNE = q_TND.contiguous(), kv_TNE.contiguous()

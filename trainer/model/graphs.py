@@ -278,7 +278,7 @@ class GraphInputs:
             own.copy_(others)
 
     def hidden_states(self, decoder: Decoder) -> Tensor:
-        """The decoder's, padding included."""
+        """The decoder's hidden states of these inputs, padding included."""
         return decoder.hidden_states(self.token_ids_T, self.positions_T, self.sequences, self.routes)
 
     def _tensors(self) -> list[Tensor]:

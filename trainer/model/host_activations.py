@@ -49,7 +49,7 @@ class HostPool:
         self._free: list[Tensor] = []
 
     def chunk(self) -> Tensor:
-        """CHUNK_BYTES that nobody uses."""
+        """Give a chunk of host memory, of CHUNK_BYTES, that nobody uses."""
         if self._free:
             return self._free.pop()
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)

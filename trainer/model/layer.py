@@ -236,4 +236,4 @@ def is_in_share(index: int, share: float) -> bool:
 
 
 def _stays_on_device(_: Tensor) -> None:
-    """Instead of HostLayer.move."""
+    """Leave a tensor where it is: what takes the place of HostLayer.move without a host pool."""

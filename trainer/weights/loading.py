@@ -143,7 +143,7 @@ class RandomReader:
         self._seed, self._std, self._device = seed, std, torch.device(device)
 
     def names(self) -> None:
-        """Any name can be made."""
+        """None to list: random values can be made of any name."""
         return
 
     def read(self, tensor: str, region: Region) -> Tensor:

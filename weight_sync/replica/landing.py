@@ -92,7 +92,7 @@ class LandingZone:
 
     @property
     def address(self) -> int:
-        """Where streams go."""
+        """Where the sender writes streams of changes."""
         return self._zone.data_ptr()
 
     def close(self) -> None:
