@@ -117,6 +117,8 @@ def test_a_controller_and_trainer_ranks_that_are_killed_change_nothing_that_is_l
         ranks = trainer_ranks(run.folder)
         assert run.exit_code() == 0
     assert went_on_after(run) in (["1", "1"], ["1", "2"])
+    num_left = re.search(r"rollout workers have (\d+) groups? for the controller before", run.log)
+    assert num_left is not None and int(num_left[1]) >= 4, "the batch was there when it died"
     assert run.log.count("its engine is process") == 2 and run.log.count("trainer ranks are processes") == 3
     assert_all_end([*ranks, *engines])
     for name in ("trainer-1", "trainer-0.1"):
@@ -159,7 +161,7 @@ def last_publish(run: RunUnderWay) -> str:
 
 
 def journal_time(run: RunUnderWay) -> int:
-    """When the state before a step was written, just before it is sampled."""
+    """When a state was written: at a controller's beginning, and in each step."""
     return (run.folder / "control" / "journal").stat().st_mtime_ns
 
 
