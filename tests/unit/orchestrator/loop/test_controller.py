@@ -16,6 +16,7 @@ from fakes.workers import FakeWorker
 
 from slipstream.conf.schema import Relay, WeightSyncConfig
 from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.fleet.replicas import Recovery
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.rollout.types import Prompt, Rollout
@@ -77,6 +78,12 @@ async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Pa
     assert [row["eval/reward"] for row in loop.rows] == [0.0, None, None, None, 0.0]
     assert [row["reward/mean"] for row in loop.rows][1:] == [0.5] * 4
     assert all(row["sync/replicas_committed"] == 2 for row in loop.rows)
+    assert all(row["step/total_s"] > 0 for row in loop.rows)
+    assert [row["eval/wait_s"] is None for row in loop.rows] == [False, True, True, True, False]
+    for row in loop.rows[1:]:
+        train_s = row["trainer/forward_backward_s"] + row["trainer/optimizer_s"]
+        of_both_ranks = row["trainer/num_tokens"] / train_s
+        assert row["trainer/tokens_per_s_per_rank"] == pytest.approx(of_both_ranks / 2)
     elsewhere = [name for name in loop.rows[1] if name.startswith(("distill/", "rollout/turns", "rollout/failed_"))]
     assert {loop.rows[1][name] for name in elsewhere} == {None} and len(elsewhere) > 5, "no teacher, and no agent"
     sampled = sorted(entry[1] for entry in loop.world.diary if entry[0] == "sample" and entry[1] < 1000)
@@ -90,6 +97,28 @@ async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Pa
     assert {tuple(row["log_ratios"]) for row in training} == {(0.125, 0.125)}, "what the trainer returned, less theirs"
     assert {(row["reward"], *row["advantages"]) for row in training} == {(0.0, -1.0), (1.0, 1.0)}
     assert {row["staleness"] for row in training} == {0}
+
+
+async def test_so_many_responses_of_a_step_are_shown_as_was_asked_for(tmp_path: Path) -> None:
+    config = make_config(num_steps=2)
+    loop = Loop(tmp_path, replace(config, run=replace(config.run, samples_per_step=2)))
+    await loop.run()
+    samples = [json.loads(line) for line in loop.folder.samples.read_text().splitlines()]
+    assert [row["step"] for row in samples if row["kind"] == "training"] == [1, 1, 2, 2]
+    assert [sum(one.is_shown for one in trained) for _, trained in loop.trainer.trained] == [2, 2]
+
+
+async def test_a_row_has_the_longest_of_the_recoveries_since_the_one_before_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=1))
+    controller = await loop.run()
+    recoveries = controller.services.supervisor.roster.recoveries
+    told = ("rollout/recoveries", "rollout/down_s", "rollout/recovery_read_s")
+    recoveries += [Recovery("a", 5.0, 1.5), Recovery("b", 7.0, 0.5), Recovery("c", 6.0, None)]
+    counts = controller._counts()
+    assert [counts[name] for name in told] == [3, 7.0, 1.5]
+    recoveries.append(Recovery("d", 2.0, None))
+    counts = controller._counts()
+    assert [counts[name] for name in told] == [1, 2.0, None]
 
 
 async def test_every_step_has_a_timeline_of_trainer_workers_and_rewards(tmp_path: Path) -> None:
@@ -235,6 +264,8 @@ async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpo
     assert [row["reward/failures"] for row in loop.rows] == [None, 0, 0, 6, 6]
     assert [row["loss/total"] for row in loop.rows] == [None, 0, 0, None, None]
     assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 0, 1, 1]
+    assert [row["optim/updates"] for row in loop.rows] == [None, 1, 1, 0, 0]
+    assert [row["trainer/num_microbatches"] for row in loop.rows] == [None, 1, 1, 0, 0]
     assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 2, 2], "momentum alone must not move the policy"
 
 

@@ -79,14 +79,16 @@ def opens_at(loop: Loop, version: int) -> asyncio.Event:
 
 
 async def test_steps_go_on_while_an_evaluation_does_and_the_row_says_whose_it_is(tmp_path: Path) -> None:
-    loop = slow_loop(tmp_path, beside(num_steps=7, every=4))
+    loop = slow_loop(tmp_path, beside(num_steps=12, every=11))
     opens_at(loop, 3)
     await loop.run()
     evaluated = {row["step"]: row["eval/step"] for row in loop.rows if row["eval/step"] is not None}
     found = read_rows(loop.folder.evaluations)
-    assert [row["step"] for row in found] == [0, 4, 7]  # that of the last step is awaited
-    assert min(step for step, whose in evaluated.items() if whose == 0) >= 3, "three steps were done meanwhile"
-    assert loop.rows[-1]["eval/step"] == 7
+    assert [row["step"] for row in found] == [0, 11, 12]  # that of the last step is awaited
+    taken = min(step for step, whose in evaluated.items() if whose == 0)
+    assert 3 <= taken < 11, "three steps were done meanwhile, and nobody waited for the next one that is due"
+    assert loop.rows[-1]["eval/step"] == 12
+    assert [row["step"] for row in loop.rows if row["eval/wait_s"] is not None] == [0, 11, 12]
     assert [row["eval/pass_at_1"] for row in found] == [0.0] * 3
 
 
@@ -231,6 +233,25 @@ async def test_checkpoints_wait_for_the_evaluation_beside_training(tmp_path: Pat
     best = json.loads((loop.folder.checkpoints / "best.json").read_text())
     assert (best["metric"], best["value"], best["step"]) == ("eval/pass_at_1", 0.0, 3)
     assert [step_of(path) for path in complete_checkpoints(loop.folder.checkpoints)] == [3, 6]
+
+
+async def test_a_checkpoint_stays_while_its_evaluation_goes_on_however_many_are_newer(tmp_path: Path) -> None:
+    """Two are kept. That of step 3 is judged when steps 4 to 6 are made."""
+    config = beside(num_steps=6, every=3, keep_best="eval/reward")
+    config = replace(config, run=replace(config.run, checkpoint_every_steps=1))
+    loop = slow_loop(tmp_path, config)
+    gate = asyncio.Event()
+
+    async def publish() -> None:
+        for worker in slow_workers(loop):
+            worker.held_out_gate = gate if loop.world.version >= 3 else None
+        if loop.world.version == 6:
+            gate.set()
+
+    loop.trainer.before["publish"] = publish
+    await loop.run()
+    assert [step_of(path) for path in complete_checkpoints(loop.folder.checkpoints)] == [3, 5, 6]
+    assert loop.folder.best.resolve().name == "step-000003"
 
 
 async def test_a_run_of_no_step_publishes_and_evaluates_once(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from fakes.clock import on_jumping_clock
 from fakes.loop import Loop, make_config
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
@@ -16,7 +19,7 @@ from slipstream.conf.schema import RolloutConfig, RunConfig, SamplingConfig
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.loop import controller
-from slipstream.orchestrator.loop.floor import MAX_SCORED_TOKENS, measure_floor
+from slipstream.orchestrator.loop.floor import FLOOR_TIMEOUT_S, MAX_SCORED_TOKENS, measure_floor
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 
@@ -87,6 +90,31 @@ async def test_no_floor_where_prefill_has_another_distribution(tmp_path: Path) -
 def a_group(num_prompt: int, versions: list[int]) -> Group:
     rollout = Rollout([5] * len(versions), [-1.0] * len(versions), versions, "", "stop")
     return Group(Prompt(0, (1,) * num_prompt, ""), [rollout], [1.0])
+
+
+@on_jumping_clock
+async def test_an_engine_that_does_not_answer_costs_a_minute_and_no_step() -> None:
+    async def score(*_: object) -> list[float]:
+        await asyncio.sleep(9999)
+        return []
+
+    router: Any = SimpleNamespace(score=score)
+    began = asyncio.get_running_loop().time()
+    assert await measure_floor(router, [a_group(2, [3, 3])] * 4, 3, max_model_len=99) == {}
+    assert asyncio.get_running_loop().time() - began == FLOOR_TIMEOUT_S
+
+
+async def test_the_floor_is_the_mean_over_tokens_and_the_farthest_of_them() -> None:
+    """Decoded at -1 each; prefilled at -1.5 and -1: d = -0.5 and 0."""
+
+    async def score(tokens: list[int], version: int) -> list[float]:
+        assert (tokens, version) == ([1, 1, 5, 5], 3)
+        return [-9.0, -1.5, -1.0, -9.0]
+
+    router: Any = SimpleNamespace(score=score)
+    found = await measure_floor(router, [a_group(2, [3, 3])], 3, max_model_len=99)
+    assert found["parity/floor_log_ratio_max"] == 0.5
+    assert found["parity/floor_k3"] == pytest.approx((math.exp(-0.5) + 0.5 - 1) / 2)
 
 
 @pytest.mark.parametrize(

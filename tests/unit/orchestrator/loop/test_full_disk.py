@@ -9,13 +9,14 @@ import os
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from cases.largest_file import largest_file
 from fakes.loop import Loop, make_config
 from rich.console import Console
 
-from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.fleet.errors import NoReplicasLeft, WaitTimeout
 from slipstream.orchestrator.errors import DiskFull, DiskLost, OrchestratorError, TrainingStopped
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.run_log import RunLog
@@ -106,6 +107,15 @@ async def test_refused_steps_that_cannot_be_saved_are_still_why_the_run_stops(tm
     loop.trainer.not_finite = {2, 3, 4}
     full_for_checkpoints(loop, from_version=0)
     with pytest.raises(TrainingStopped, match=r"3 steps in a row .* could not be saved .*No space left on device"):
+        await loop.run()
+
+
+async def test_refused_steps_are_still_why_the_run_stops_where_the_trainer_does_not_save(tmp_path: Path) -> None:
+    config = make_config(num_steps=9)
+    loop = Loop(tmp_path, replace(config, run=replace(config.run, checkpoint_every_steps=0)))
+    loop.trainer.not_finite = {2, 3, 4}
+    loop.trainer.before["has_written"] = AsyncMock(side_effect=WaitTimeout("gave up after 60 s"))
+    with pytest.raises(TrainingStopped, match=r"3 steps in a row .* could not be saved \(gave up after 60 s\)"):
         await loop.run()
 
 

@@ -1,12 +1,21 @@
 """Promises of orchestrator/loop/alarms.py, and of the loop that asks it."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes.loop import Loop, make_config
 
-from slipstream.conf.schema import MergeRounding, ParityConfig, RunConfig, TrainerConfig, TrainMode, WeightSyncConfig
+from slipstream.conf.schema import (
+    Correction,
+    MergeRounding,
+    ParityConfig,
+    RunConfig,
+    TrainerConfig,
+    TrainMode,
+    WeightSyncConfig,
+)
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.loop.alarms import CAUSES, ParityAlarm
 
@@ -63,10 +72,14 @@ def test_updates_that_rounding_loses_are_a_cause(
 def test_the_share_of_the_update_that_engines_lack_says_whether_rounding_is_the_cause(
     share: float, is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alarm = ParityAlarm(ParityConfig(), is_corrected=True, loses_updates=True)
-    alarm.reason_to_stop(7, {"parity/k3": 0.25, "sync/update_error": share})
-    assert ("sync/update_error is 0.71" in caplog.text) is is_named
-    assert ("weight_sync.rounding=nearest" in caplog.text) is is_named
+    """Also when a later row, without a publish, has no share."""
+    for loses_updates in (True, False):
+        caplog.clear()
+        alarm = ParityAlarm(ParityConfig(), is_corrected=True, loses_updates=loses_updates)
+        alarm.reason_to_stop(6, {"parity/k3": 0.0, "sync/update_error": share})
+        alarm.reason_to_stop(7, {"parity/k3": 0.25, "sync/update_error": None})
+        assert ("sync/update_error is 0.71" in caplog.text) is is_named
+        assert ("weight_sync.rounding=nearest" in caplog.text) is (is_named and loses_updates)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +123,21 @@ async def test_a_mismatch_above_stop_k3_ends_the_run_with_its_state_saved(tmp_pa
     assert [row["step"] for row in loop.rows] == [0, 1]
     saved = loop.checkpoints.newest()
     assert saved is not None and loop.checkpoints.read(saved).policy_version == 1
+
+
+@pytest.mark.parametrize("correction", [Correction.none, Correction.tis])
+@pytest.mark.parametrize("rounding", MergeRounding)
+async def test_a_runs_warning_names_those_of_its_options_that_make_a_mismatch_worse(
+    correction: Correction, rounding: MergeRounding, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(num_steps=1, correction=correction)
+    config = replace(config, weight_sync=WeightSyncConfig(rounding=rounding))
+    loop = Loop(tmp_path, config)
+    loop.trainer.extra_sums = {"parity/k3_sum": 6.0, "parity/num_tokens": 10.0}
+    await loop.run()
+    (said,) = [text for text in caplog.messages if "parity/k3 is 0.6, above parity.warn_k3" in text]
+    assert ("algorithm.correction=none trains on" in said) == (correction is Correction.none)
+    assert ("weight_sync.rounding=nearest gives" in said) == (rounding is MergeRounding.nearest)
 
 
 async def test_a_mismatch_at_the_threshold_does_not_end_the_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,7 @@ async def test_one_version_and_one_publish_for_all_updates_of_a_batch(tmp_path: 
         assert sample.old_logprobs is not None
         assert sample.old_logprobs.tolist() == [-2.0 * counts for counts in sample.loss_mask]
     assert [row["optim/updates"] for row in loop.rows] == [None, 4, 4, 4]
+    assert [row["trainer/score_s"] is None for row in loop.rows] == [True, False, False, False]
     assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0]
 
 
@@ -159,6 +161,39 @@ async def test_a_minibatch_without_samples_is_no_update() -> None:
     assert told == [[[samples[:2]]] * 2, False, [[samples[2:]]] * 2, True]
     assert (done.num_microbatches, done.num_applied) == (2, 2)
     assert [stats.sums for stats in done.loss] == [{"loss/total_sum": 0.5, "loss/policy_sum": 1.5}] * 2
+
+
+async def test_microbatches_have_room_for_prompts_too() -> None:
+    """Eight sequences of 3 + 1 tokens, at most 8 tokens in a microbatch, two ranks: two in each of two."""
+    config = make_config()
+    config = replace(config, trainer=replace(config.trainer, max_microbatch_tokens=8))
+    rollouts = [Rollout([5], [-1.0], [0], "t", "stop")] * 8
+    groups = [Group(Prompt(0, (1, 2, 3), "abc"), rollouts, [1.0, 0.0] * 4)]
+    packed: list[list[list[int]]] = []
+
+    def note(batches: list[list[list[Sample]]]) -> None:
+        packed.append([[len(microbatch) for microbatch in of_rank] for of_rank in batches])
+
+    async def scores(batches: list[list[list[Sample]]], policy_version: int) -> list[list[list[Scores]]]:
+        assert policy_version == 3
+        note(batches)
+        return [[[Scores(np.ones(1), None, None) for _ in micro] for micro in of_rank] for of_rank in batches]
+
+    async def forward_backward(batches: list[list[list[Sample]]], _: object) -> list[LossStats]:
+        note(batches)
+        return []
+
+    async def optimizer_step(*, ends_version: bool) -> OptimStats:
+        return OptimStats(1, 2.0, 0.1, is_finite=True)
+
+    trainer: Any = SimpleNamespace(
+        num_ranks=2, score=scores, forward_backward=forward_backward, optimizer_step=optimizer_step
+    )
+    await score(trainer, draft_samples(groups, AlgorithmConfig()), config, 3)
+    samples = build_samples(groups, AlgorithmConfig())
+    done = await update(trainer, [samples], config, 0, np.random.default_rng(0), Stopwatch(Activities()))
+    assert packed == [[[2, 2], [2, 2]]] * 2
+    assert (done.num_microbatches, done.num_tokens) == (2, 8 * 4)
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_CASES)

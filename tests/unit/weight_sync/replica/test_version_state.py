@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -148,6 +149,15 @@ def test_every_verb_survives_the_wire() -> None:
 def test_nonsense_is_refused(given: object) -> None:
     with pytest.raises(msgspec.ValidationError):
         verb_of(ReplicaVerbs.begin).arguments.decode(msgpack.packb(given))
+
+
+def test_addresses_that_a_publisher_knows_by_their_digest_are_not_sent_again() -> None:
+    binding = Binding("127.0.0.1:15000", {"qk": 1 << 46}, holds="9f")
+    whole = Bound.of(binding)
+    assert (whole.session, whole.addresses, whole.holds) == ("127.0.0.1:15000", {"qk": 1 << 46}, "9f")
+    assert Bound.of(binding, ("another", whole.digest)) == replace(whole, addresses=None)
+    moved = replace(binding, addresses={"qk": 1 << 45})
+    assert Bound.of(moved, (whole.digest,)).addresses == moved.addresses
 
 
 def test_plain_data_packs_for_other_channels() -> None:
