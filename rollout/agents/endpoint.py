@@ -31,6 +31,7 @@ from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, template_options,
 
 logger = logging.getLogger(__name__)
 
+_PATHS = "POST /v1/chat/completions, POST /v1/completions and GET /v1/models (session.base_url ends with /v1)"
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 64
 
@@ -70,6 +71,7 @@ class Endpoint:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", _no_such_path)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=4096)
@@ -207,6 +209,8 @@ def _tools_of(body: JsonMapping) -> list[JsonObject]:
 
 def _prompt_of(body: JsonMapping) -> str | list[int]:
     prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt  # as some clients always write it
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
@@ -315,6 +319,11 @@ async def _stream(request: web.Request, answer: JsonObject, body: JsonMapping, *
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+async def _no_such_path(request: web.Request) -> web.StreamResponse:
+    asked = f"{request.method} {request.path}"
+    return _error(404, f"{asked:.80}: the endpoint of a training run has {_PATHS}", "not_found")
 
 
 def _wrong_key() -> web.Response:

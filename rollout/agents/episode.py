@@ -21,6 +21,8 @@ from slipstream.rollout.text.messages import Chat
 
 MAX_CHARACTERS_PER_TOKEN = 64
 """A conversation with more characters per allowed token is refused without being tokenized."""
+_TOO_LONG = "this model's maximum context length is {} tokens (rollout.max_model_len)"
+"""OpenAI's and vLLM's words, by which clients tell that a conversation has become too long, whatever the code says."""
 MODEL = "policy"
 """The one model of the endpoint."""
 
@@ -206,8 +208,8 @@ class Episode:
         if num_characters > most:
             self.reached = TOKENS
             raise LimitReached(
-                f"the conversation has {num_characters} characters, which is more than rollout.max_model_len="
-                f"{self._limits.max_model_len} tokens can be",
+                f"{_TOO_LONG.format(self._limits.max_model_len)}: the conversation has {num_characters} characters, "
+                "which is more than so many tokens can be",
                 TOKENS,
             )
 
@@ -224,7 +226,7 @@ class Episode:
         if room < 1 or left < 1:
             self.reached = TOKENS
             why = (
-                f"the conversation has {planned.num_tokens} tokens and rollout.max_model_len is {limits.max_model_len}"
+                f"{_TOO_LONG.format(limits.max_model_len)}: the conversation has {planned.num_tokens}"
                 if room < 1
                 else f"this episode has sampled its {limits.max_tokens} tokens (rollout.episodes.max_tokens)"
             )

@@ -315,6 +315,21 @@ async def test_options_of_the_template_are_the_episodes_unless_a_request_gives_t
     await endpoint.close()
 
 
+async def test_another_path_is_answered_with_those_that_there_are(served: Served) -> None:
+    """Some libraries take OpenAI's newer protocol unless they are told otherwise, and some addresses have /v1 twice."""
+    client, _, episode = served
+    paths = r"the endpoint of a training run has POST /v1/chat/completions, .*session\.base_url ends with /v1"
+    for asked, request in (
+        ("POST /v1/responses", client.responses.create(model="policy", input="go")),
+        ("GET /v1/models/policy", client.models.retrieve("policy")),
+        ("POST /v1/v1/chat/completions", client.post("/v1/chat/completions", body={}, cast_to=object)),
+        ("GET /v1/chat/completions", client.get("/chat/completions", cast_to=object)),
+    ):
+        with pytest.raises(openai.NotFoundError, match=f"{asked}: {paths}"):
+            await request
+    assert not episode.turns and [model.id async for model in client.models.list()] == ["policy"]
+
+
 async def test_limits_keys_and_ends_have_codes(served: Served) -> None:
     client, script, episode = served
     script.texts = ["x" * 80] * 9
@@ -324,11 +339,13 @@ async def test_limits_keys_and_ends_have_codes(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="400 tokens") as spent:
         await client.chat.completions.create(model="policy", messages=messages)
     assert spent.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match=r"rollout\.max_model_len") as long:
+    words = r"this model's maximum context length is 2000 tokens \(rollout\.max_model_len\): the conversation has 20"
+    with pytest.raises(openai.BadRequestError, match=words) as long:
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go" * 1000}])
     assert long.value.code == "context_length_exceeded"
     huge: list[Any] = [{"role": "user", "content": "x" * 10_000_000}]
-    with pytest.raises(openai.BadRequestError, match="10000004 characters"):
+    words = "this model's maximum context length is 2000 tokens .*: the conversation has 10000004 characters"
+    with pytest.raises(openai.BadRequestError, match=words):
         await client.chat.completions.create(model="policy", messages=huge)
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="another").chat.completions.create(model="policy", messages=messages)

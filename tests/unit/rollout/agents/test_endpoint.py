@@ -95,7 +95,7 @@ async def test_calls_of_tools_are_the_reason_why_it_ends(world: World) -> None:
 
 @pytest.mark.parametrize(("logprobs", "are_there"), [(None, False), (False, False), (0, True)])
 async def test_a_plain_prompt_is_text_or_tokens(world: World, logprobs: Any, are_there: bool) -> None:
-    for prompt in ("a", [3, 0]):
+    for prompt in ("a", [3, 0], ["a"], [[3, 0]]):
         status, answer = await world.post({"prompt": prompt, "logprobs": logprobs}, is_chat=False)
         assert (status, answer["object"], answer["id"][:5]) == (200, "text_completion", "cmpl-")
         (choice,) = answer["choices"]
@@ -107,7 +107,7 @@ async def test_a_plain_prompt_is_text_or_tokens(world: World, logprobs: Any, are
             "text_offset": [0, 1],
         }
         assert choice["logprobs"] == (logprobs_of if are_there else None)
-    assert world.episode.asked == [("complete", "a", None), ("complete", [3, 0], None)]
+    assert world.episode.asked == [("complete", "a", None), ("complete", [3, 0], None)] * 2
 
 
 class Streamed:
@@ -177,6 +177,7 @@ async def test_a_stream_is_the_whole_answer_in_events(
         ({"prompt": [1, -1]}, False, "prompt must be text"),
         ({"prompt": [1, True]}, False, "prompt must be text"),
         ({"prompt": ["a", "b"]}, False, "prompt must be text"),
+        *(({"prompt": prompt}, False, "prompt must be text") for prompt in ([""], [[]], [[["a"]]], [[3], [4]])),
         ({"prompt": "a", "logprobs": 1}, False, "logprobs=1 asks for the likeliest tokens"),
     ],
 )

@@ -197,7 +197,9 @@ async def test_a_later_turn_has_the_room_that_the_whole_conversation_leaves() ->
     await table.episode.complete("01234abc....")
     await table.episode.complete("01234abc....de")
     assert [most for _, _, most in table.engine.asked] == [15, 8, 6]
-    with pytest.raises(LimitReached, match=r"has 20 tokens and rollout\.max_model_len is 20") as error:
+    with pytest.raises(
+        LimitReached, match=r"is 20 tokens \(rollout\.max_model_len\): the conversation has 20$"
+    ) as error:
         await table.episode.complete("01234abc....deABCDEF")
     assert (error.value.kind, table.episode.reached) == (TOKENS, TOKENS)
     await table.episode.complete("01234abc....deABCDE")
