@@ -9,7 +9,7 @@ It asks for every group that its predecessor had not trained on: those under way
 
 Owns: what is kept, how long, and who gets it. Does not own: sampling (worker.py), when another controller is there
 (weight_sync/calls/server.py), or which worker it asks (fleet/router.py).
-Invariant: what one controller asked for goes to the next one alone, once, for an equal request, and only while the
+Invariant: what one controller asked for goes to a later one alone, once, for an equal request, and only while the
 worker has not gone back to an older version.
 """
 
@@ -49,9 +49,9 @@ class KeptGroups:
         self._num_tokens = 0
         """Of their results."""
         self._left: dict[bytes, list[_Group]] = {}
-        """Asked for by the one before."""
+        """Asked for by those before, and not by a later one."""
         self._left_at = -1
-        """The version when it left."""
+        """The version when the last of them left."""
 
     async def sample(self, asked: bytes, sample: Callable[[], Coroutine[Any, Any, list[Rollout]]]) -> list[Rollout]:
         """What an earlier controller's equal request led to, or else what `sample` returns.
@@ -73,8 +73,8 @@ class KeptGroups:
         return rollouts
 
     def hand_on(self) -> None:
-        """Keep for another controller, which is there now, what the one before had asked for."""
-        self._drop_left()
+        """Keep for another controller, which is there now, what those before had asked for."""
+        self._drop_old()
         for group in self._own:
             self._left.setdefault(group.asked, []).append(group)
         self._left_at = self._version()
@@ -82,7 +82,7 @@ class KeptGroups:
         self._num_tokens = 0
 
     def left(self) -> list[bytes]:
-        """What the controller before has asked for, and this one has not: once for each time."""
+        """What controllers before have asked for, and this one has not: once for each time."""
         return [group.asked for groups in self._left.values() for group in groups]
 
     def close(self) -> None:
@@ -93,14 +93,18 @@ class KeptGroups:
 
     def _taken(self, asked: bytes) -> _Group | None:
         """Out of what is left, the oldest one that came to something, or may."""
-        if not 0 <= self._version() - self._left_at <= self._num_versions:
-            self._drop_left()
+        self._drop_old()
         groups = self._left.get(asked, [])
         while groups:
             group = groups.pop(0)
             if not group.task.done() or _is_good(group.task):
                 return group
         return None
+
+    def _drop_old(self) -> None:
+        """What is left, where it is of a version that there is no more, or must have been trained on."""
+        if not 0 <= self._version() - self._left_at <= self._num_versions:
+            self._drop_left()
 
     def _drop_left(self) -> None:
         for groups in self._left.values():

@@ -102,6 +102,7 @@ async def test_results_are_forgotten_with_their_version_and_where_they_are_too_m
     engine.kept.hand_on()
     assert engine.kept.left() == [b"b", b"c"]
     monkeypatch.setattr(kept_groups, "MOST_TOKENS", 4)
+    engine.version += KEPT_FOR + 1
     for what in (b"d", b"e", b"f"):
         await engine.ask_and_wait(what)
     engine.kept.hand_on()
@@ -136,13 +137,29 @@ async def test_engines_sample_for_nobody_where_no_other_controller_comes(num_ver
     engine = Fixture(num_versions)
     await engine.leave_while_it_samples()
     assert (engine.kept.left(), engine.num_cancelled) == (([], 1) if num_versions == 0 else ([b"a"], 0))
+    engine.version += num_versions + 1
     engine.kept.hand_on()
     await asyncio.sleep(0.01)
-    assert (engine.kept.left(), engine.num_cancelled) == ([], 1), "two in a row: nobody asked for it"
-    engine.may_answer.clear()
+    assert (engine.kept.left(), engine.num_cancelled) == ([], 1)
     asked = engine.ask()
     await asyncio.sleep(0.01)
     engine.kept.close()
     await asyncio.sleep(0.01)
     assert asked.done() == (num_versions > 0)
     asked.cancel()
+
+
+async def test_a_controller_that_is_killed_before_it_asks_takes_nothing_away() -> None:
+    engine = Fixture()
+    await engine.leave_while_it_samples()
+    engine.version += 1
+    engine.kept.hand_on()
+    engine.version += KEPT_FOR
+    engine.kept.hand_on()
+    assert engine.kept.left() == [b"a"]
+    engine.may_answer.set()
+    assert (await engine.ask_and_wait(), engine.num_sampled) == (1, 1)
+    await engine.leave_while_it_samples()
+    engine.version -= 1
+    engine.kept.hand_on()
+    assert engine.kept.left() == [], "of a version that there is no more"
