@@ -98,7 +98,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "orchestrator/checkpoints/run_checkpoint.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
     "orchestrator/checkpoints/fingerprint.py": ("orchestrator/checkpoints/test_fingerprint.py",),
     "orchestrator/checkpoints/manifest.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
-    "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py",),
+    "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py", "rollout/agents/test_plain_prompts.py"),
     "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),
     "rollout/branches.py": ("rollout/test_branches.py",),
     "rollout/text/chat_template.py": ("rollout/test_chat_template.py", "orchestrator/data/test_prompts.py"),

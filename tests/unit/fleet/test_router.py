@@ -112,9 +112,13 @@ async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [([], "asked for 2 responses, got 1"), ([Rollout([], [], [], "", "stop")], "or one without a token")],
+    [
+        ([], "asked for 2 responses, got 1"),
+        ([Rollout([1], [0.0], [0], "x", "stop")] * 2, "asked for 2 responses, got 3"),
+        ([Rollout([], [], [], "", "stop")], "or one without a token"),
+    ],
 )
-async def test_a_response_that_is_missing_or_empty_is_a_failure(more: list[Rollout], said: str) -> None:
+async def test_a_response_that_is_missing_too_many_or_empty_is_a_failure(more: list[Rollout], said: str) -> None:
     router, _, (worker,) = await routed(1)
 
     async def answer(prompt: Prompt, n: int, *_: object) -> list[Rollout]:

@@ -203,6 +203,16 @@ async def test_a_worker_that_the_trainer_has_not_met_and_that_failed_again_joins
     assert (held.exclude, held.joining) == ([0], [])
 
 
+@pytest.mark.parametrize("other", S)
+async def test_a_worker_is_stranded_where_no_other_has_or_will_have_weights_to_read(other: ReplicaState) -> None:
+    cast = Cast()
+    cast.replica(1).state = other
+    stranded = asyncio.create_task(cast.supervisor.roster.stranded())
+    await turns()
+    assert stranded.done() == (other not in (S.serving, S.updating, S.recovering))
+    stranded.cancel()
+
+
 async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> None:
     cast = await serving(num_workers=3, max_missed_publishes=1)
     cast.gate.clear()

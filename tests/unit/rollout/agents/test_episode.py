@@ -264,8 +264,11 @@ async def test_turns_end_at_their_limit(limit: int, at_once: bool) -> None:
     if not at_once:
         await asyncio.gather(*requests)
     for _ in range(2):
+        further = asyncio.create_task(table.episode.complete("x"))
+        await turns()
+        assert further.done(), "it waits for no engine"
         with pytest.raises(LimitReached, match=f"has had its {limit} turns") as error:
-            await table.episode.complete("x")
+            await further
         assert (error.value.kind, table.episode.reached) == (TURNS, TURNS)
     table.engine.gate.set()
     await asyncio.gather(*requests)

@@ -21,7 +21,6 @@ from slipstream.rollout.agents.token_tree import (
     START,
     TEMPLATE,
     TOOLS,
-    Planned,
     TokenTree,
     _digests,
 )
@@ -169,45 +168,6 @@ def test_edits_forks_tools_and_new_conversations_are_told_apart() -> None:
     assert talk.ask([user("one"), reply, user("two")], "e" + talk.chat.end, [{"type": "function"}])[1] == TOOLS
 
 
-@pytest.mark.parametrize("as_tokens", [False, True])
-def test_a_plain_prompt_goes_on_from_the_longest_of_the_turns_that_it_begins_with(as_tokens: bool) -> None:
-    """Of five turns, three are prefixes of it, the longest neither the first nor the last."""
-    chat = FakeChatText("llama3")
-    tree = TokenTree(chat)
-
-    def plan(text: str) -> Planned:
-        return tree.plan_text(chat.encode(text) if as_tokens else text)
-
-    for prompt, said in (("on", "ce"), ("once", " upon"), ("once upon", " a time"), ("once upon", " a"), ("two", "ce")):
-        tree.record(plan(prompt), chat.encode(said))
-    planned = plan("once upon a time there")
-    assert (planned.parent, chat.decode(planned.token_ids), planned.text) == (2, " there", " there")
-    assert planned.num_tokens == len("once upon a time there")
-    assert (plan("once upon an").parent, plan("once more").parent, plan("twenty").parent) == (3, 0, None)
-    assert plan("once upon a time").token_ids == []
-
-
-def test_a_prompt_of_tokens_goes_on_from_those_tokens_and_not_from_their_text() -> None:
-    chat = FakeChatText("llama3")
-    tree = TokenTree(chat)
-    tree.record(tree.plan_text(chat.encode("once")), chat.encode(" upon<|eot_id|>"))
-    spelled = [ord(character) for character in "once upon<|eot_id|> a time"]
-    assert chat.decode(spelled) == "once upon<|eot_id|> a time"
-    planned = tree.plan_text(spelled)
-    assert (planned.parent, planned.token_ids, planned.reason) == (None, spelled, NEW)
-
-
-def test_reasons_of_plain_prompts() -> None:
-    chat = FakeChatText("llama3")
-    tree = TokenTree(chat)
-
-    def ask(prompt: str, said: str) -> str:
-        return tree.record(tree.plan_text(prompt), chat.encode(said))[1]
-
-    assert [ask("once", " upon"), ask("once upon a", " time"), ask("once upon the", " sea")] == [START, CONTINUED, FORK]
-    assert [ask("twice", " upon"), ask("twice", " more"), ask("once", " again")] == [NEW, FORK, FORK]
-
-
 @pytest.mark.parametrize(
     ("requests", "reasons"),
     [
@@ -284,6 +244,23 @@ def test_which_answers_are_those_that_were_given(given: dict[str, Any], is_same:
     assert (one == other) == is_same
 
 
+def test_options_that_change_the_text_before_an_answer_begin_a_branch() -> None:
+    """Also where that text is as long as it was, so that the answer stands in its place."""
+
+    class Efforts(FakeChatText):
+        def render(self, messages: Any, tools: Any, options: Any = None) -> str:
+            return f"effort {options['effort']}\n" + super().render(messages, tools)
+
+    chat = Efforts("chatml")
+    tree, asked = TokenTree(chat), [user("one")]
+    reply = chat.reply(chat.encode("first<|im_end|>"), ())
+    tree.record(tree.plan(asked, (), {"effort": "low"}), chat.encode("first<|im_end|>"), reply)
+    asked = [*asked, reply, user("two")]
+    same, other = (tree.plan(asked, (), {"effort": effort}) for effort in ("low", "max"))
+    assert (same.parent, same.reason) == (0, CONTINUED)
+    assert (other.parent, other.reason, other.text[:10]) == (None, TEMPLATE, "effort max")
+
+
 def test_other_tools_are_told_from_another_conversation_however_long_it_was() -> None:
     """And tools are the same whatever the order of their keys."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -306,49 +283,6 @@ def test_other_blanks_are_another_message_unless_the_model_wrote_them() -> None:
         one, other = (_digests([{"role": role, "content": text}], ())[-1] for text in ("one", "one "))
         assert one != other
     assert _digests([user("one")], [{"type": "function"}])[-1] != one
-
-
-def test_a_tokenizer_that_treats_beginnings_in_a_special_way_encodes_behind_the_end_of_the_turn() -> None:
-    """As SentencePiece does, it puts a token before each text; behind a special token it puts none."""
-
-    class Marked(FakeChatText):
-        def encode(self, text: str) -> list[int]:
-            plain = super().encode(text)
-            return plain if text.startswith("<|") else [1, *plain]
-
-    for said, is_marked in (("first<|im_end|>", False), ("cut o", True)):
-        chat = Marked("chatml")
-        tree = TokenTree(chat)
-        sampled = FakeChatText.encode(chat, said)
-        reply = chat.reply(sampled, ())
-        tree.record(tree.plan([user("one")]), sampled, reply)
-        planned = tree.plan([user("one"), reply, user("two")])
-        assert planned.parent == 0
-        end = "" if said.endswith(">") else "<|im_end|>"
-        added = f"{end}\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
-        assert chat.decode(planned.token_ids).lstrip("\x01") == added
-        assert (planned.token_ids[0] == 1) == (is_marked and not added.startswith("<|"))
-
-
-@pytest.mark.parametrize("is_spelled", [False, True])
-def test_a_tokenizer_that_joins_or_spells_the_end_of_a_turn_loses_nothing_of_what_follows(is_spelled: bool) -> None:
-    class Spelling(FakeChatText):
-        def encode(self, text: str) -> list[int]:
-            return [ord(character) for character in text]
-
-    class Joining(FakeChatText):
-        def encode(self, text: str) -> list[int]:
-            joined = self.end + "\n"
-            return [1, *super().encode(text.removeprefix(joined))] if text.startswith(joined) else super().encode(text)
-
-    chat = (Spelling if is_spelled else Joining)("chatml")
-    tree = TokenTree(chat)
-    sampled = FakeChatText.encode(chat, "first<|im_end|>")
-    reply = chat.reply(sampled, ())
-    tree.record(tree.plan([user("one")]), sampled, reply)
-    planned = tree.plan([user("one"), reply, user("two")])
-    assert (planned.parent, planned.text[0]) == (0, "\n")
-    assert planned.token_ids == chat.encode(planned.text)
 
 
 def specials_of(text: str) -> list[str]:

@@ -74,48 +74,6 @@ def some_logprobs(data: st.DataObject, size: int) -> list[float]:
     return data.draw(st.lists(st.floats(-3.0, -0.01), min_size=size, max_size=size))
 
 
-@settings(max_examples=150)
-@given(st.data())
-def test_weights_loss_and_gradient_are_those_of_the_formulas(data: st.DataObject) -> None:
-    correction = data.draw(st.sampled_from(list(Correction)))
-    normalization = data.draw(st.sampled_from([Normalization.token, Normalization.sequence]))
-    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
-    low, high = data.draw(st.floats(0.0, 1.0)), data.draw(st.floats(1.0, 3.0))
-    masks_too = correction in (Correction.none, Correction.tis, Correction.sequence_tis)
-    mask = data.draw(st.sampled_from([0.0, 0.5])) if masks_too else 0.0
-    algorithm = AlgorithmConfig(
-        correction=correction, correction_min=low, correction_max=high, normalization=normalization
-    )
-    sequences = [
-        Sequence(some_logprobs(data, size), some_logprobs(data, size), data.draw(st.floats(-2, 2))) for size in sizes
-    ]
-
-    wanted_loss, wanted_grad, weights, cut_sequences, masked_sequences = 0.0, [], [], 0, 0
-    for sequence in sequences:
-        judged = expected_weights(sequence, correction, low, high, mask)
-        share = 1 / sum(sizes)
-        if normalization is Normalization.sequence:
-            share = 1 / len(sequence.trainer) / len(sizes)
-        for weight, _, _ in judged:
-            wanted_loss -= weight * sequence.advantage * share
-            wanted_grad.append(-weight * sequence.advantage * share)
-        weights += judged
-        cut_sequences += any(cut for _, cut, _ in judged)
-        masked_sequences += any(masked for _, _, masked in judged)
-
-    result, grad = loss_of(sequences, algorithm, mask)
-    assert result.loss.item() == pytest.approx(wanted_loss, rel=1e-6, abs=1e-6)  # shares are float32
-    assert grad == pytest.approx(wanted_grad, rel=1e-6, abs=1e-9)
-    sums = {name: value.item() for name, value in result.sums.items()}
-    assert sums["correction/weight_sum"] == pytest.approx(sum(weight for weight, _, _ in weights))
-    assert sums["correction/weight_square_sum"] == pytest.approx(sum(weight**2 for weight, _, _ in weights))
-    assert sums["correction/num_truncated"] == sum(cut for _, cut, _ in weights)
-    assert sums["correction/num_masked"] == sum(masked for _, _, masked in weights)
-    assert sums["correction/num_truncated_sequences"] == cut_sequences
-    assert sums["correction/num_masked_sequences"] == masked_sequences
-    assert sums["policy/num_sequences"] == pytest.approx(len(sizes))
-
-
 LN = math.log
 TWO = [Sequence([LN(0.6), LN(0.9)], [LN(0.2), LN(0.6)], 1.0), Sequence([LN(0.1)], [LN(0.5)], -1.0)]
 """Ratios 3 and 1.5 (product 4.5, mean 4.5 ** 0.5 = 2.121), and 0.2."""
@@ -137,6 +95,11 @@ def test_bounds_that_nobody_set_are_those_of_the_methods_source(correction: Corr
     """One gradient a token: -w A / 3."""
     _, grad = loss_of(TWO, AlgorithmConfig(correction=correction))
     assert grad == pytest.approx([-weights[0] / 3, -weights[1] / 3, weights[2] / 3], rel=1e-6)
+
+
+def test_a_geometric_mean_is_over_the_tokens_of_its_own_sequence() -> None:
+    _, grad = loss_of(TWO, AlgorithmConfig(correction=Correction.geometric_mis, correction_min=0.1, correction_max=3.0))
+    assert grad == pytest.approx([-(4.5**0.5) / 3, -(4.5**0.5) / 3, 0.2 / 3], rel=1e-6)
 
 
 def test_mask_threshold_leaves_tokens_out_of_a_clipped_ratio_too() -> None:
@@ -177,3 +140,45 @@ def test_log_ratios_of_a_long_sequence_are_added_up_in_float64() -> None:
     weights = importance_weights(log_ratio_N, one_N * len(one_N), one_N * 0, algorithm)
     assert weights.weight_N.dtype == torch.float32
     assert weights.weight_N[0].item() == pytest.approx(math.exp(0.08), abs=1e-3)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_weights_loss_and_gradient_are_those_of_the_formulas(data: st.DataObject) -> None:
+    correction = data.draw(st.sampled_from(list(Correction)))
+    normalization = data.draw(st.sampled_from([Normalization.token, Normalization.sequence]))
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    low, high = data.draw(st.floats(0.0, 1.0)), data.draw(st.floats(1.0, 3.0))
+    masks_too = correction in (Correction.none, Correction.tis, Correction.sequence_tis)
+    mask = data.draw(st.sampled_from([0.0, 0.5])) if masks_too else 0.0
+    algorithm = AlgorithmConfig(
+        correction=correction, correction_min=low, correction_max=high, normalization=normalization
+    )
+    sequences = [
+        Sequence(some_logprobs(data, size), some_logprobs(data, size), data.draw(st.floats(-2, 2))) for size in sizes
+    ]
+
+    wanted_loss, wanted_grad, weights, cut_sequences, masked_sequences = 0.0, [], [], 0, 0
+    for sequence in sequences:
+        judged = expected_weights(sequence, correction, low, high, mask)
+        share = 1 / sum(sizes)
+        if normalization is Normalization.sequence:
+            share = 1 / len(sequence.trainer) / len(sizes)
+        for weight, _, _ in judged:
+            wanted_loss -= weight * sequence.advantage * share
+            wanted_grad.append(-weight * sequence.advantage * share)
+        weights += judged
+        cut_sequences += any(cut for _, cut, _ in judged)
+        masked_sequences += any(masked for _, _, masked in judged)
+
+    result, grad = loss_of(sequences, algorithm, mask)
+    assert result.loss.item() == pytest.approx(wanted_loss, rel=1e-6, abs=1e-6)  # shares are float32
+    assert grad == pytest.approx(wanted_grad, rel=1e-6, abs=1e-9)
+    sums = {name: value.item() for name, value in result.sums.items()}
+    assert sums["correction/weight_sum"] == pytest.approx(sum(weight for weight, _, _ in weights))
+    assert sums["correction/weight_square_sum"] == pytest.approx(sum(weight**2 for weight, _, _ in weights))
+    assert sums["correction/num_truncated"] == sum(cut for _, cut, _ in weights)
+    assert sums["correction/num_masked"] == sum(masked for _, _, masked in weights)
+    assert sums["correction/num_truncated_sequences"] == cut_sequences
+    assert sums["correction/num_masked_sequences"] == masked_sequences
+    assert sums["policy/num_sequences"] == pytest.approx(len(sizes))
