@@ -42,12 +42,9 @@ from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 
 
 def prove_coverage(
-    plan: TransferPlan, replicas: Sequence[Sequence[DestLayout]], sources: Sequence[SourceLayout] | None = None
+    plan: TransferPlan, replicas: Sequence[Sequence[DestLayout]], sources: Sequence[SourceLayout]
 ) -> None:
     """Check a plan against the layouts that it was made for.
-
-    Args:
-        sources: if given, also check that every source rank holds what it sends.
 
     Raises:
         PlanError: at the first error; names the replica, rank, parameter, offset and tensor.
@@ -75,8 +72,7 @@ def prove_coverage(
             _Proof(plan, dest_rank, members, wanted[members[0], dest_rank], rows).run()
     for where, layout in wanted.items():
         _check_expected(plan, where, layout)
-    if sources is not None:
-        _prove_held(plan, sources, numbering)
+    _prove_held(plan, sources, numbering)
 
 
 class _Proof:

@@ -33,6 +33,7 @@ from slipstream.weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
+from slipstream.weight_sync.plan.columns import LoadTable, widened
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.proof import prove_coverage
 from slipstream.weight_sync.plan.transfer_plan import rank_plan_from_wire
@@ -188,6 +189,18 @@ def test_the_digest_covers_everything(field):
     else:
         sources = [dataclasses.replace(s, rank=1 - s.rank) for s in sources]
     assert build_plan(sources, replicas, max_task_bytes=bound).digest != plan.digest
+
+
+def test_a_layout_has_one_digest_whatever_form_its_loads_have():
+    """Also as a table that is as wide as other tensors need."""
+    metas, whole = (TensorMeta("row", (4,), "float32"), TensorMeta("square", (2, 2), "float32")), Region((0,), (4,))
+    source = SourceLayout(0, metas, (SourceShard("row", whole),))
+    loads = (Load("row", whole, (0,), "row", 0, (1,)),)
+    table = LoadTable.of(loads)
+    fillers = {"start": 0, "shape": 1, "stride": 0}
+    wide = dataclasses.replace(table, **{name: widened(getattr(table, name), 2, of) for name, of in fillers.items()})
+    layouts = [DestLayout(0, (Param("row", (4,), "float32"),), form) for form in (loads, table, wide)]
+    assert len({build_plan([source], [[layout]], max_task_bytes=64).digest for layout in layouts}) == 1
 
 
 def test_a_tampered_wire_part_is_refused():

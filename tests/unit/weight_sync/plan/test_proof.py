@@ -187,10 +187,11 @@ def rows_of(*rows: int) -> list[Piece]:
     [
         (lambda j: [j.task("p", *rows_of(0, 1))], ""),
         (lambda j: [j.task("p", *rows_of(0), num_bytes=16)], "p: tasks and fills end at byte 16 of 32"),
-        (lambda j: [j.task("p", *rows_of(1), at=16, num_bytes=16)], "p: nobody writes bytes 0..15 "),
+        (lambda j: [j.task("p", *rows_of(1), at=16, num_bytes=16)],
+         "p: nobody writes bytes 0..15 (between the start and u)"),
         (
             lambda j: [j.task("p", *rows_of(0, 1)), j.task("p", *rows_of(1), at=16, num_bytes=16)],
-            "p: written twice: bytes 16..31 ",
+            "p: written twice: bytes 16..31 (between t and u)",
         ),
         (
             lambda j: [j.task("p", *rows_of(0, 1), num_bytes=16), j.task("p", *rows_of(1), at=16, num_bytes=16)],

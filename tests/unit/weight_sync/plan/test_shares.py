@@ -120,9 +120,9 @@ def test_what_two_sources_send_to_a_replica_each_stays_with_both():
 
 
 def test_each_of_overlapping_sets_of_holders_gives_to_who_has_least_by_then():
-    """The largest first, a layer each, so that each is a choice of its own."""
+    """The largest first, whichever layer it is of; a layer each, so that each is a choice of its own."""
     sets = [(0, 1, 2), (0, 1), (1, 2), (0, 2), (1, 2, 3), (0, 3)]
-    metas = tuple(TensorMeta(f"model.layers.{i}.a.weight", (1000 - i**2,), "float32") for i in range(30))
+    metas = tuple(TensorMeta(f"model.layers.{i}.a.weight", (1000 - (7 * i % 30) ** 2,), "float32") for i in range(30))
     held_by = {meta.name: sets[i * i % 7 % 6] for i, meta in enumerate(metas)}
     whole = {meta.name: Region((0,), meta.shape) for meta in metas}
     sources = [
@@ -133,7 +133,7 @@ def test_each_of_overlapping_sets_of_holders_gives_to_who_has_least_by_then():
     loads = tuple(Load(name, whole[name], (0,), name, 0, (1,)) for name in whole)
     plan = build_plan(sources, [[DestLayout(0, params, loads)]], max_task_bytes=1 << 20)
     sent, wanted = [0] * 4, {}
-    for meta in metas:
+    for meta in sorted(metas, key=lambda meta: -meta.shape[0]):
         least = min(held_by[meta.name], key=lambda rank: (sent[rank], rank))
         sent[least] += meta.shape[0]
         wanted[meta.name] = {least}

@@ -21,7 +21,7 @@ from slipstream.weight_sync.replica.messages import Bound
 from slipstream.weight_sync.replica.version_state import Phase
 
 
-def test_every_replica_serves_every_published_version(world: World) -> None:
+def test_every_replica_serves_every_published_version(world: World, caplog: pytest.LogCaptureFixture) -> None:
     for version in (0, 1, 2):
         report = world.publisher.publish(version)
         assert committed(report) == [True, True]
@@ -33,6 +33,7 @@ def test_every_replica_serves_every_published_version(world: World) -> None:
     assert 0 < report.peak_bytes <= report.watermark_bytes == 1 << 16
     assert report.pause_s > 0
     assert report.num_changed_params == 2 * 2 * 5
+    assert not [record for record in caplog.records if record.name.startswith("slipstream.weight_sync.publish")]
 
 
 def test_replicas_need_not_have_equally_many_ranks(make_world: Callable[..., World]) -> None:
