@@ -68,6 +68,7 @@ def test_the_newest_that_waits_is_sent_and_what_is_being_sent_stays_on_disk(
 
     monkeypatch.setattr(ObjectStore, "send", slow)
     checkpoints.begin_sending()
+    assert record_of(checkpoints) == {"url": remote.url, "step": None, "problem": ""}
     write(checkpoints, 1)
     assert is_sending.wait(30)
     for step in (2, 3, 4):
@@ -97,7 +98,7 @@ def test_a_spared_checkpoint_stays_there_too(checkpoints: CheckpointStore, remot
 def test_what_is_left_of_a_checkpoint_that_was_half_removed_there_is_none(
     checkpoints: CheckpointStore, remote: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is newer than all that are complete is being sent."""
+    """One that is newer than all that are complete is being sent, and what has another name is not ours."""
     for step in (1, 2):
         checkpoints.begin_sending()
         checkpoints.spared.add(step)
@@ -107,9 +108,11 @@ def test_what_is_left_of_a_checkpoint_that_was_half_removed_there_is_none(
         away.setattr(LocalFileSystem, "rm", Mock(side_effect=OSError("the network is away")))
         remote.prune(keep=1, spared=())
     assert remote.steps() == [2]
-    (tmp_path / "store" / "run-1" / "step-000003").mkdir()
+    others = ["000001", "notes-of-step-000001", "step-000003", "step-1-of-mine"]
+    for name in others:
+        (tmp_path / "store" / "run-1" / name).mkdir()
     remote.prune(keep=1, spared=())
-    assert remote.folders() == ["owner", "step-000002", "step-000003"]
+    assert remote.folders() == sorted(["owner", "step-000002", *others])
 
 
 def test_where_another_process_goes_on_nothing_is_sent_or_removed(
@@ -234,6 +237,25 @@ def test_a_store_that_says_nothing_is_named(remote: ObjectStore, monkeypatch: py
     answers.set()
     monkeypatch.setattr(object_store, "ANSWER_S", 30)
     assert remote.text("config.yaml") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "cure"),
+    [
+        (
+            PermissionError("denied"),
+            "PermissionError: denied; its credentials must be allowed to list, read, write and",
+        ),
+        (FileNotFoundError("none"), "FileNotFoundError: none; a run makes no bucket"),
+        (OSError("the network is away"), "OSError: the network is away$"),
+    ],
+)
+def test_what_a_driver_raises_is_told_with_what_to_do(
+    error: OSError, cure: str, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalFileSystem, "exists", Mock(side_effect=error))
+    with pytest.raises(ObjectStoreError, match=rf"store/run-1 cannot be read \(config\.yaml\): {cure}"):
+        remote.text("config.yaml")
 
 
 def test_a_checkpoint_that_is_there_is_said_to_be_there_although_older_ones_cannot_be_removed(

@@ -13,6 +13,7 @@ from fakes.loop import FakeTeacher, Loop, make_config
 
 from slipstream.conf.schema import AlgorithmConfig, RunConfig, TeacherConfig
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.rollout.types import Group, Judgement, Prompt, Rollout, Turn
 
 TEACHER = TeacherConfig(base_url="http://127.0.0.1:1/v1", model="big")
@@ -81,6 +82,8 @@ async def test_a_run_learns_from_the_teacher_and_says_how_far_it_is(tmp_path: Pa
     for row in loop.rows[1:]:
         assert row["distill/kl_mean"] == pytest.approx((1.0 - 0.25) / 2)
         assert [row[f"distill/{name}"] for name in ("failures", "retries", "response_s")] == [1, 2, 0.5]
+    spans = [what for row in read_rows(loop.folder.timeline) for _, what, *_ in row["spans"]]
+    assert spans.count("teacher") == 3 * 3
     rows = [json.loads(line) for line in loop.folder.samples.read_text().splitlines()]
     shown = [(row["teacher_logprobs"], row["advantages"]) for row in rows if row["kind"] == "training"]
     assert shown == [([-2.0, -0.25], [-1.0, 0.25])] * 18

@@ -160,7 +160,8 @@ async def test_steps_are_evaluated_where_it_is_due_and_their_rows_count_what_was
     tuning.config = replace(tuning.config, run=replace(tuning.config.run, eval_every_steps=4))
     await tuning.run()
     assert [row["step"] for row in read_rows(tuning.folder.evaluations)] == [0, 4, 6]
-    assert {row["trainer/num_tokens"] for row in read_rows(tuning.folder.metrics)} == {None, 2 * 3}
+    counts = [(row["trainer/num_tokens"], row["trainer/num_microbatches"]) for row in read_rows(tuning.folder.metrics)]
+    assert counts == [(None, None), *[(2 * 3, 1)] * 6], "one for each of two ranks"
 
 
 async def test_an_evaluation_that_fails_leaves_the_row_of_its_step(tmp_path: Path) -> None:

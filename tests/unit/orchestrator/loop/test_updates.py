@@ -50,14 +50,17 @@ def test_each_later_epoch_has_an_order_of_its_own_that_the_seed_decides() -> Non
 
 
 def test_a_part_that_comes_several_times_has_all_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each time has a span of its own. It is 100 s since 1970."""
     ticks = iter([0.0, 1.0, 1.5, 3.5])
     monkeypatch.setattr(
-        "slipstream.orchestrator.loop.ports.time", SimpleNamespace(monotonic=lambda: next(ticks), time=lambda: 0.0)
+        "slipstream.orchestrator.loop.ports.time", SimpleNamespace(monotonic=lambda: next(ticks), time=lambda: 100.0)
     )
-    clock = Stopwatch(Activities())
+    clock = Stopwatch(activities := Activities())
     for name in ("trainer/forward_backward_s", "trainer/optimizer_s", "trainer/forward_backward_s"):
         clock.lap(name)
     assert clock.laps == {"trainer/forward_backward_s": 3.0, "trainer/optimizer_s": 0.5}
+    spans = [(one.what, one.from_s) for one in activities.take()]
+    assert spans == [("forward and backward", 99.0), ("optimizer", 99.5), ("forward and backward", 98.0)]
 
 
 async def test_one_version_and_one_publish_for_all_updates_of_a_batch(tmp_path: Path) -> None:
