@@ -26,15 +26,14 @@ class TrainerOptions:
     seed: int
     num_steps: int
     """Steps of the run; the learning rate's schedule ends with the updates of the last one."""
-    world_size: int
-    rendezvous: str
-    """"tcp://host:port" of rank 0. Unused with one rank."""
     device: str
     """"cpu" or "cuda"; rank r takes the visible GPU r modulo their number."""
     hf_config: JsonObject
     """The policy's Hugging Face config."""
     sync_key: bytes
     """Signs the control messages of a publish."""
+    rendezvous: str = ""
+    """"tcp://host:port" of rank 0. Unused with one rank."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     engine_ranks: int = 1
     """Tensor-parallel ranks of an engine; trainer.numerics.match=bitwise adds as they do."""

@@ -30,7 +30,7 @@ from slipstream.conf.schema import Objective, RemoteMerge, TrainMode
 from slipstream.trainer.adapter_io import load_adapter
 from slipstream.trainer.delivery.delivery import Delivery
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
-from slipstream.trainer.errors import LayoutError, TrainerError
+from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.graphs import DecoderGraphs, refusal_of_graphs
@@ -68,12 +68,9 @@ class TrainerRank:
         Args:
             host: address at which engines' links reach this rank; loopback when all of them are on this machine.
         """
-        world_size, wanted = options.world_size, options.trainer.num_ranks
-        if world_size != wanted:
-            raise LayoutError(f"rank {rank}: started in a world of {world_size}, but trainer.num_ranks={wanted}")
         self._options, self._rank, self._host = options, rank, host
         self._device = take_device(options.device, rank)
-        self._control = ControlGroup(rank, world_size, options.rendezvous, self._device)
+        self._control = ControlGroup(rank, options.trainer.num_ranks, options.rendezvous, self._device)
         torch.manual_seed(options.seed)
         self._policy: PolicyForward | None = None
         self._learner: Learner | None = None
@@ -106,7 +103,7 @@ class TrainerRank:
         """Build the decoder, fill its weights, set up the optimizer. Returns facts for the log."""
         times, options, trainer = [time.perf_counter()], self._options, self._options.trainer
         spec = read_config(options.hf_config, trainer.numerics.places.mla_norm_eps)
-        layout = ParallelLayout.create(options.world_size, trainer.ep_size, self._rank, self._device, trainer.cp_size)
+        layout = ParallelLayout.create(trainer.num_ranks, trainer.ep_size, self._rank, self._device, trainer.cp_size)
         dtype = getattr(torch, options.model.dtype.value)
         by = choose_forward(spec, dtype, trainer, self._device, options.weight_sync.mode, options.engine_ranks)
         times.append(time.perf_counter())

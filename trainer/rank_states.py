@@ -56,7 +56,7 @@ class RankStates:
         self.num_bytes = num_bytes = sum(tensor.nbytes for tensor in learner.state_tensors().values())
         """Size of this rank's state."""
         if rank == 0 and options.trainer.mode is TrainMode.lora:
-            num_bytes += options.world_size * learner.num_bytes  # the whole adapter
+            num_bytes += options.trainer.num_ranks * learner.num_bytes  # the whole adapter
         self._writes.begin(partial(self._copies.prepare, num_bytes))
 
     def save_adapter(self, folder: str | Path) -> None:

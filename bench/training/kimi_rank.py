@@ -153,7 +153,6 @@ def make_rank(case: Case, rank: int, world_size: int, rendezvous: str) -> Traine
             weight_sync=schema.WeightSyncConfig(),
             seed=SEED,
             num_steps=1000,
-            world_size=world_size,
             rendezvous=rendezvous,
             device=case.device,
             hf_config=config,

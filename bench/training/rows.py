@@ -57,7 +57,6 @@ class Ours:
                 weight_sync=schema.WeightSyncConfig(),
                 seed=SEED,
                 num_steps=1000,
-                world_size=place.num_ranks,
                 rendezvous=place.rendezvous,
                 device=args.device,
                 hf_config=config,

@@ -47,8 +47,6 @@ async def start_trainer_ranks(
         weight_sync=config.weight_sync,
         seed=config.run.seed,
         num_steps=config.run.num_steps,
-        world_size=len(bundles),
-        rendezvous="",
         device=run.device,
         hf_config=run.hf_config,
         sync_key=run.sync_key,

@@ -78,7 +78,6 @@ def make_rank(
     hf_config: dict[str, Any] | None = None,
     init_from: Path | None = None,
     weight_sync: WeightSyncConfig | None = None,
-    num_ranks: int | None = None,
     parity: ParityConfig | None = None,
     activations: Activations = Activations.recompute,
     is_loaded: bool = True,
@@ -89,7 +88,7 @@ def make_rank(
         TrainerOptions(
             model=ModelConfig(init=Init.random, hf_config=hf_config | {"initializer_range": 0.2}, dtype=dtype),
             trainer=_OfFewTokens(
-                num_ranks=num_ranks or world_size,
+                num_ranks=world_size,
                 ep_size=ep_size,
                 cp_size=cp_size,
                 mode=mode,
@@ -102,7 +101,6 @@ def make_rank(
             weight_sync=weight_sync or WeightSyncConfig(),
             seed=3,
             num_steps=10,
-            world_size=world_size,
             rendezvous=rendezvous,
             device="cpu",
             hf_config=hf_config,
@@ -127,8 +125,6 @@ def rank_of(config: RunConfig, key: bytes, *, hf_config: JsonObject, device: str
             weight_sync=config.weight_sync,
             seed=3,
             num_steps=4,
-            world_size=1,
-            rendezvous="",
             device=device,
             hf_config=hf_config,
             sync_key=key,

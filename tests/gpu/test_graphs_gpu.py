@@ -57,7 +57,6 @@ def make_rank(
             weight_sync=WeightSyncConfig(),
             seed=3,
             num_steps=100,
-            world_size=trainer.num_ranks,
             rendezvous=rendezvous,
             device="cuda",
             hf_config=hf_config,
