@@ -50,7 +50,7 @@ from slipstream.rollout.engine.engine_options import (  # noqa: E402
     engine_arguments,
     engine_environment,
 )
-from slipstream.rollout.types import AdapterSlotsSpec  # noqa: E402
+from slipstream.rollout.types import AdapterSlotsSpec, EngineOptions  # noqa: E402
 
 MICROBATCH_TOKENS = 8192
 
@@ -103,21 +103,23 @@ class EngineHere:
         dtype = DType.bfloat16 if is_gpu else DType.float32
         slots = slots_of(args, dtype)
         arguments = engine_arguments(
-            folder,
-            RolloutConfig(
-                max_model_len=args.max_model_len,
-                max_num_seqs=args.prompts,
-                max_num_batched_tokens=max(args.prompts, args.batched_tokens),
-                gpu_memory_utilization=0.1,
-                kv_cache_bytes=(4 << 30) if is_gpu else None,
-                enforce_eager=args.eager,
-                sampling=SamplingConfig(max_tokens=args.tokens),
+            EngineOptions(
+                folder=folder,
+                config=RolloutConfig(
+                    max_model_len=args.max_model_len,
+                    max_num_seqs=args.prompts,
+                    max_num_batched_tokens=max(args.prompts, args.batched_tokens),
+                    gpu_memory_utilization=0.1,
+                    kv_cache_bytes=(4 << 30) if is_gpu else None,
+                    enforce_eager=args.eager,
+                    sampling=SamplingConfig(max_tokens=args.tokens),
+                ),
+                dtype=dtype,
+                device=device,
+                adapters=slots,
+                batch_invariant=args.mode == "bitwise",
             ),
-            dtype=dtype,
-            device=device,
             seed=0,
-            adapters=slots,
-            batch_invariant=args.mode == "bitwise",
         )
         if not is_gpu:
             keep_linear_weights_in_place()

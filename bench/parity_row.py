@@ -74,7 +74,7 @@ class RowRun:
         from slipstream.conf import schema
         from slipstream.conf.architecture.families import read_config
         from slipstream.orchestrator.parity.engine_side import sample_and_record
-        from slipstream.rollout.types import RoutingShape
+        from slipstream.rollout.types import EngineOptions, RoutingShape
 
         row, moe, routing = self.row, read_config(self.hf_config).moe, None
         if has_routes and moe is not None:
@@ -83,23 +83,26 @@ class RowRun:
         prompts, tokens = (4, 12) if self.args.tiny else (row.prompts, row.tokens)
         draw, vocab = random.Random(SEED), self.hf_config["vocab_size"]
         drawn = {"load_format": LOAD_FORMAT, "worker_extension_cls": "bench.random_loader.WeightReceiver"}
-        self.sampled = sample_and_record(
-            self.folder,
-            schema.RolloutConfig(
+        options = EngineOptions(
+            folder=self.folder,
+            config=schema.RolloutConfig(
                 max_num_batched_tokens=16384,
                 gpu_memory_utilization=0.04,
                 kv_cache_bytes=(2 << 30) if self.on_gpu else (64 << 20),
                 enforce_eager=not row.is_compiled,
             ),
-            [[draw.randrange(vocab) for _ in range(row.prompt_tokens)] for _ in range(prompts)],
             dtype=schema.DType.bfloat16,
             device=schema.Device(self.args.device),
+            routing=routing,
+            batch_invariant=row.batch_invariant and self.on_gpu,
+        )
+        self.sampled = sample_and_record(
+            options,
+            [[draw.randrange(vocab) for _ in range(row.prompt_tokens)] for _ in range(prompts)],
             seed=SEED,
             max_tokens=tokens,
             num_recorded=0 if row.is_compiled else RECORDED,
             activations=self.activations,
-            routing=routing,
-            batch_invariant=row.batch_invariant and self.on_gpu,
             say=self.done,
             engine_arguments=drawn,
         )

@@ -88,32 +88,39 @@ class RoutingShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOptions:
-    """What every rollout worker of a run is built from."""
+class EngineOptions:
+    """What an engine is built from."""
 
     folder: Path
     """Model folder: config.json, generation_config.json and tokenizer.json; no weights."""
     config: RolloutConfig
     """The engine's sizes, parallelism and sampling."""
-    weight_sync: WeightSyncConfig
-    """Link, pause mode, deadlines."""
     dtype: DType
     """Format of weights and activations."""
     device: Device
+    adapters: AdapterSlotsSpec | None = None
+    """Its slots, when weight_sync.mode=adapter; None: requests use no adapters."""
+    routing: RoutingShape | None = None
+    """Shape of the model's routing, for rollouts that carry their routes."""
+    batch_invariant: bool = False
+    """Take kernels whose results for a token do not depend on the batch that it is in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions(EngineOptions):
+    """What every rollout worker of a run is built from. With adapter slots, base weights come once, over endpoint() or
+    from disk, and policy versions over adapter_endpoint()."""
+
+    weight_sync: WeightSyncConfig
+    """Link, pause mode, deadlines."""
     tensors: Sequence[TensorMeta]
     """Every checkpoint tensor of the model (ModelSpec.checkpoint_tensors())."""
     key: bytes
     """The run's key, shared with the publisher."""
-    adapters: AdapterSlotsSpec | None = None
-    """Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or from disk,
-    and policy versions over adapter_endpoint()."""
     own_merge: OwnMergeSpec | None = None
     """What the engine merges for itself, with weight_sync.remote_merge."""
-    routing: RoutingShape | None = None
-    """Shape of the model's routing, for rollouts that carry their routes."""
     keep_special_tokens: bool = False
     """Whether the text of responses contains special tokens."""
-    batch_invariant: bool = False
     num_versions_kept: int = 0
     """For how many further versions a sampled group is kept for a controller that takes the run over (kept_groups.py).
     """

@@ -40,6 +40,7 @@ from slipstream.rollout.types import (
     PROBE,
     Adapter,
     AdapterSlotsSpec,
+    EngineOptions,
     Progress,
     Prompt,
     Rollout,
@@ -64,15 +65,19 @@ class RolloutWorker:
     Args:
         seed: Seed of this worker's sampling; another one for every worker.
         host: Address at which trainer ranks reach this worker.
-        make_engine: Makes the engine. It is called with the folder, the config, and those of `options` that are an
-            engine's.
+        make_engine: Makes the engine, from options and seed.
 
     Raises:
         EngineError: The folder has no tokenizer.json, or it is damaged.
     """
 
     def __init__(
-        self, options: WorkerOptions, *, seed: int, host: str = "127.0.0.1", make_engine: Callable[..., EngineWithSlots]
+        self,
+        options: WorkerOptions,
+        *,
+        seed: int,
+        host: str = "127.0.0.1",
+        make_engine: Callable[[EngineOptions, int], EngineWithSlots],
     ) -> None:
         folder, config, dtype, device = options.folder, options.config, options.dtype, options.device
         self._tokenizer = _read_tokenizer(folder)
@@ -90,10 +95,7 @@ class RolloutWorker:
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
         """Our ends of the slots' sockets."""
-        self.engine = make_engine(
-            folder, config, dtype=dtype, device=device, seed=seed, adapters=options.adapters, routing=options.routing,
-            batch_invariant=options.batch_invariant,
-        )  # fmt: skip
+        self.engine = make_engine(options, seed)
         self.base = BaseReplica(self.engine, options.weight_sync, options.key, host)
         self.kept = KeptGroups(options.num_versions_kept, self._newest)
         self._skip_special_tokens = not options.keep_special_tokens

@@ -22,6 +22,7 @@ def run(job: Job) -> dict[str, Any]:
     """Start the engine, and sample."""
     from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
     from slipstream.rollout.engine.engine_options import engine_arguments, engine_environment
+    from slipstream.rollout.types import EngineOptions
 
     device = Device(job.device)
     for name, value in engine_environment(device).items():
@@ -35,7 +36,9 @@ def run(job: Job) -> dict[str, Any]:
         gpu_memory_utilization=job.gpu_memory_utilization,
     )
     dtype = DType.bfloat16 if device is Device.cuda else DType.float32
-    arguments = engine_arguments(Path(job.model), config, dtype=dtype, device=device, seed=0)
+    arguments = engine_arguments(
+        EngineOptions(folder=Path(job.model), config=config, dtype=dtype, device=device), seed=0
+    )
     del arguments["worker_extension_cls"]
     started = time.monotonic()
     from vllm import LLM, SamplingParams

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.conf.json_files import JsonMapping, JsonObject
-from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.conf.schema import SamplingConfig
 from slipstream.orchestrator.parity.progress import Count, Say, telling
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.engine.vllm_process import make_llm
-from slipstream.rollout.types import Routes, RoutingShape
+from slipstream.rollout.types import EngineOptions, Routes
 
 WITH_WEIGHTS: JsonMapping = {"load_format": "auto"}
 """The engine reads the checkpoint itself, instead of waiting for a publish."""
@@ -43,47 +43,37 @@ class Sampled:
 
 
 def sample_and_record(
-    folder: Path,
-    config: RolloutConfig,
+    options: EngineOptions,
     prompts: Sequence[Sequence[int]],
     *,
-    dtype: DType,
-    device: Device,
     seed: int,
     max_tokens: int,
     num_recorded: int,
     activations: Path,
-    routing: RoutingShape | None = None,
-    batch_invariant: bool = False,
     say: Say,
     engine_arguments: JsonMapping = WITH_WEIGHTS,
 ) -> list[Sampled]:
     """Sample one response to each prompt at temperature 1, score it again by prefill, and record activations.
 
     Args:
-        folder: Checkpoint.
-        config: Sizes of the engine; its length is set here, and it runs eagerly where activations are recorded.
+        options: The engine's; its folder is a checkpoint, its length is set here, and it runs eagerly where activations
+            are recorded.
         max_tokens: Of each response, exactly.
         num_recorded: The first so many sequences are prefilled once more, one by one, while activations are recorded
             into the file `activations` (safetensors). 0: none.
-        routing: Shape of the model's routing, to record the experts of each token; None: none are recorded.
-        batch_invariant: As for VllmEngine.
         say: Told what begins, and how far it is.
         engine_arguments: Of vLLM, over the product's: how the engine comes to its weights.
     """
     sampling = SamplingConfig(max_tokens=max_tokens, stop_at_eos=False)
     longest = max(map(len, prompts)) + max_tokens + 1
-    config = replace(config, max_model_len=longest, sampling=sampling)
-    config = replace(config, enforce_eager=config.enforce_eager or num_recorded > 0)
+    is_eager = options.config.enforce_eager or num_recorded > 0
+    config = replace(options.config, max_model_len=longest, sampling=sampling, enforce_eager=is_eager)
 
     def build(arguments: JsonObject) -> Any:
         return make_llm({**arguments, **engine_arguments})
 
     async def run() -> list[Sampled]:
-        engine = VllmEngine(
-            folder, config, dtype=dtype, device=device, seed=seed, routing=routing, batch_invariant=batch_invariant,
-            make_llm=build,
-        )  # fmt: skip
+        engine = VllmEngine(replace(options, config=config), seed, make_llm=build)
         with telling(say, "engine: start", lambda: engine.start_phase):
             await engine.prepare()
             await engine.start()

@@ -39,6 +39,7 @@ from slipstream.orchestrator.parity.compare import (
 )
 from slipstream.orchestrator.parity.engine_side import Sampled, sample_and_record
 from slipstream.orchestrator.parity.progress import Count, Say, output_in, telling
+from slipstream.rollout.types import EngineOptions
 from slipstream.trainer.model.comparison import run_chained, run_isolated
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.scoring import Scorer
@@ -112,18 +113,21 @@ def measure(config: RunConfig, device: Device, question: Question, engine_log: P
         folder = _engine_folder(config, hf_config, device, temporary / "checkpoint", say)
         activations = temporary / "activations.safetensors"
         with output_in(engine_log):
-            sampled = sample_and_record(
-                folder,
-                config.rollout,
-                question.prompts,
+            options = EngineOptions(
+                folder=folder,
+                config=config.rollout,
                 dtype=config.model.dtype,
                 device=device,
+                routing=routing_shape(config, hf_config),
+                batch_invariant=config.is_bitwise,
+            )
+            sampled = sample_and_record(
+                options,
+                question.prompts,
                 seed=config.run.seed,
                 max_tokens=question.max_tokens,
                 num_recorded=question.num_recorded,
                 activations=activations,
-                routing=routing_shape(config, hf_config),
-                batch_invariant=config.is_bitwise,
                 say=say,
             )
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it logs to stdout, where --json goes

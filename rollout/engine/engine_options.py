@@ -12,9 +12,9 @@ from pathlib import Path
 
 from slipstream.conf.architecture.families import family_of, of_language_model
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import Device, DType, RolloutConfig
+from slipstream.conf.schema import Device
 from slipstream.rollout.node_cache import cache_folder
-from slipstream.rollout.types import LANGUAGE_MODEL, AdapterSlotsSpec
+from slipstream.rollout.types import LANGUAGE_MODEL, EngineOptions
 
 NUM_SEQS = 256
 """rollout.max_num_seqs of an engine that is not a run's."""
@@ -88,26 +88,17 @@ def set_engine_environment(
         environment[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
 
 
-def engine_arguments(
-    folder: Path,
-    config: RolloutConfig,
-    *,
-    dtype: DType,
-    device: Device,
-    seed: int,
-    adapters: AdapterSlotsSpec | None = None,
-    records_routes: bool = False,
-    batch_invariant: bool = False,
-) -> JsonObject:
+def engine_arguments(options: EngineOptions, seed: int) -> JsonObject:
     """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
-    is_cpu = device is not Device.cuda
+    folder, config, adapters = options.folder, options.config, options.adapters
+    is_cpu = options.device is not Device.cuda
     arguments: JsonObject = {
         "model": str(folder),
         "load_format": "dummy",  # a publish brings version 0, as every other version
         "skip_tokenizer_init": not config.sampling.stop,  # token ids in, token ids out; stop texts need text
         "tokenizer": str(folder) if config.sampling.stop else None,
         "generation_config": "vllm",  # ignore the checkpoint's sampling defaults
-        "dtype": str(dtype),
+        "dtype": str(options.dtype),
         "seed": seed % (1 << 32),  # vLLM also seeds numpy, which takes no more
         "tensor_parallel_size": config.tp_size,
         "enable_expert_parallel": config.enable_expert_parallel,
@@ -137,14 +128,14 @@ def engine_arguments(
         # latent heads wrongly (0.32).
         arguments["attention_backend"] = "CPU_MLA"
         arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    arguments |= _of_family(_config_of(folder), device)
-    if batch_invariant:
+    arguments |= _of_family(_config_of(folder), options.device)
+    if options.batch_invariant:
         # torch.compile would make other kernels of norms and activations than those that the trainer calls; CUDA graphs
         # replay the same ones.
         arguments["attention_backend"] = "FLASH_ATTN_MLA" if _has_latent_attention(folder) else "FLASH_ATTN"
         without_compile = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         arguments["compilation_config"] = arguments.get("compilation_config", {}) | without_compile
-    if records_routes:
+    if options.routing is not None:
         # 0.25.1 keeps a byte (two with more than 256 experts) per layer and chosen expert for each token of the KV
         # cache, in the host memory of the engine's process.
         arguments["enable_return_routed_experts"] = True

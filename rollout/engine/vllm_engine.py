@@ -23,12 +23,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.conf.failures import raised_as
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
+from slipstream.conf.schema import Device, PauseMode, SamplingConfig
 from slipstream.rollout.engine.engine import CALL_TIMEOUT_S
 from slipstream.rollout.engine.engine_options import engine_arguments, warm_up_lengths
 from slipstream.rollout.engine.vllm_process import VllmProcess, make_llm
@@ -43,7 +42,7 @@ from slipstream.rollout.engine.vllm_requests import (
 from slipstream.rollout.errors import EngineDied, EngineError, error_class
 from slipstream.rollout.in_vllm.vllm_patches import watch_outputs
 from slipstream.rollout.text.ends import end_token_ids
-from slipstream.rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
+from slipstream.rollout.types import Adapter, EngineOptions, Rollout
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -60,50 +59,25 @@ class VllmEngine:
     """See the module's docstring, and Engine for what each method promises. All methods belong to one event loop.
 
     Args:
-        folder: config.json (and generation_config.json) of the model; weights are not read.
-        config: Sizes and parallelism.
-        dtype: Format of weights and activations.
-        device: cpu or cuda; the caller has resolved `auto`.
+        options: Weights of the model folder are not read.
         seed: Seed of the engine's own random numbers; give every worker another one.
-        adapters: Slots for adapters; None: requests use no adapters.
-        routing: Shape of the model's routing, to record routes; None: rollouts carry none.
-        batch_invariant: Take kernels whose results for a token do not depend on the batch that it is in.
         make_llm: Called with the arguments of AsyncEngineArgs.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        config: RolloutConfig,
-        *,
-        dtype: DType,
-        device: Device,
-        seed: int,
-        adapters: AdapterSlotsSpec | None = None,
-        routing: RoutingShape | None = None,
-        batch_invariant: bool = False,
-        make_llm: Callable[[JsonObject], AsyncLLM] = make_llm,
+        self, options: EngineOptions, seed: int, *, make_llm: Callable[[JsonObject], AsyncLLM] = make_llm
     ) -> None:
-        self._config = config
-        self._device = device
-        arguments = engine_arguments(
-            folder,
-            config,
-            dtype=dtype,
-            device=device,
-            seed=seed,
-            adapters=adapters,
-            records_routes=routing is not None,
-            batch_invariant=batch_invariant,
-        )
-        self.process = VllmProcess(arguments, device, batch_invariant=batch_invariant, make=make_llm)
+        self._config = options.config
+        self._device = options.device
+        arguments = engine_arguments(options, seed)
+        self.process = VllmProcess(arguments, options.device, batch_invariant=options.batch_invariant, make=make_llm)
         """The engine's, for what is known of vLLM alone."""
-        self._routing = routing
+        self._routing = options.routing
         self._request_numbers = itertools.count()
         self._stamps: dict[str, list[int]] = {}
         self._adapters: dict[str, Adapter] = {}
         """The adapter of each request in flight that names one. All of that request's tokens get its version."""
-        self._end_token_ids = end_token_ids(folder)
+        self._end_token_ids = end_token_ids(options.folder)
         self.version = -1
         self.num_generated_tokens = 0
         self.num_finished_responses = 0

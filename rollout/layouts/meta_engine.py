@@ -38,6 +38,7 @@ from slipstream.rollout.in_vllm.post_load import Forms
 from slipstream.rollout.in_vllm.process_imports import ask_classes_here
 from slipstream.rollout.in_vllm.vllm_patches import be_rank, kernels_of_gpus
 from slipstream.rollout.layouts.offline_layout import PROGRESS_MARK
+from slipstream.rollout.types import EngineOptions
 from slipstream.weight_sync.layout import DestLayout, TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_to_bytes
 from slipstream.weight_sync.record.recorder import record_layout
@@ -74,7 +75,9 @@ def record_all(request: JsonObject) -> tuple[DestLayout, ...]:
     here = Device.cpu if current_platform.is_cpu() else Device.cuda
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(request["hf_config"]))
-        arguments = engine_arguments(Path(folder), rollout, dtype=dtype, device=here, seed=0)
+        arguments = engine_arguments(
+            EngineOptions(folder=Path(folder), config=rollout, dtype=dtype, device=here), seed=0
+        )
         if arguments.get("attention_backend") not in AttentionBackendEnum.__members__:
             arguments.pop("attention_backend", None)  # the build for GPUs lacks those of CPUs; nothing attends here
         ask_classes_here(architectures_of(Path(folder)))

@@ -55,6 +55,7 @@ def compare(case: str, folder: Path) -> None:
     from slipstream.rollout.in_vllm.load_time import load_time_parameters
     from slipstream.rollout.in_vllm.post_load import Forms
     from slipstream.rollout.layouts.meta_engine import as_rank
+    from slipstream.rollout.types import EngineOptions
     from slipstream.weight_sync.layout import PostLoad, TensorMeta
     from slipstream.weight_sync.record.recorder import record_layout
 
@@ -67,7 +68,9 @@ def compare(case: str, folder: Path) -> None:
         tp_size=tp_size, enable_expert_parallel=expert_parallel, max_model_len=16, max_num_seqs=1,
         sampling=SamplingConfig(max_tokens=1),
     )  # fmt: skip
-    arguments = engine_arguments(folder, rollout, dtype=DType.bfloat16, device=Device.cpu, seed=0)
+    arguments = engine_arguments(
+        EngineOptions(folder=folder, config=rollout, dtype=DType.bfloat16, device=Device.cpu), seed=0
+    )
     config = EngineArgs(**arguments).create_engine_config()
     num_fp8 = num_derived = num_lost = 0
     for rank in range(tp_size):

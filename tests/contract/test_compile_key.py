@@ -25,6 +25,7 @@ from slipstream.rollout.engine.vllm_process import vllm_arguments
 from slipstream.rollout.engine.vllm_requests import sampling_params
 from slipstream.rollout.in_vllm.process_imports import import_vllm
 from slipstream.rollout.node_cache import cache_folder
+from slipstream.rollout.types import EngineOptions
 from slipstream.trainer.engine_ops.vllm_operations import as_sampled, batch_invariant_kernels
 
 
@@ -44,7 +45,9 @@ def key_of(run: Path, *, seed: int = 0, **changed: object) -> str:
     (folder / "config.json").write_text(json.dumps({**MIXED, **changed}))
     (folder / "generation_config.json").write_text("{}")
     config = RolloutConfig(max_model_len=128, sampling=SamplingConfig(max_tokens=4), kv_cache_bytes=64 << 20)
-    arguments = engine_arguments(folder, config, dtype=DType.float32, device=Device.cpu, seed=seed)
+    arguments = engine_arguments(
+        EngineOptions(folder=folder, config=config, dtype=DType.float32, device=Device.cpu), seed=seed
+    )
     return vllm_arguments(arguments).create_engine_config().compute_hash()
 
 

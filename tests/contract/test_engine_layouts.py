@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine.engine_options import engine_arguments
+from slipstream.rollout.types import EngineOptions
 from slipstream.trainer.adapter_io import save_merged
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.weights.loading import CheckpointReader
@@ -98,7 +99,9 @@ def test_engines_say_what_transformers_says(model: str, tmp_path: Path) -> None:
 
     folder = write_checkpoint(CONFIGS[model], tmp_path, seed=3, dtype="float32")
     config = RolloutConfig(max_num_seqs=8, kv_cache_bytes=64 << 20, max_model_len=512)
-    arguments = engine_arguments(folder, config, dtype=DType.float32, device=Device.cpu, seed=1)
+    arguments = engine_arguments(
+        EngineOptions(folder=folder, config=config, dtype=DType.float32, device=Device.cpu), seed=1
+    )
     params = SamplingParams(n=2, max_tokens=16, temperature=1.0, seed=7, logprobs=0, ignore_eos=True, detokenize=False)
     prompt: Any = {"prompt_token_ids": list(PROMPTS[0])}
     with engine_of(**arguments | {"load_format": "auto"}) as engine:

@@ -28,12 +28,14 @@ from pathlib import Path
 
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.types import EngineOptions
 
 async def main():
     before = dict(os.environ)
     sampling = SamplingConfig(max_tokens=8)
     config = RolloutConfig(tp_size=2, max_model_len=64, kv_cache_bytes=64 << 20, sampling=sampling)
-    engine = VllmEngine(Path(sys.argv[1]), config, dtype=DType.float32, device=Device.cpu, seed=0)
+    options = EngineOptions(folder=Path(sys.argv[1]), config=config, dtype=DType.float32, device=Device.cpu)
+    engine = VllmEngine(options, seed=0)
     await engine.prepare()
     has_imported = "vllm.v1.worker.cpu_worker" in sys.modules
     from vllm.model_executor.models import registry

@@ -29,6 +29,7 @@ from slipstream.orchestrator.inputs.model_folder import engine_checkpoint
 from slipstream.orchestrator.offline.record import layouts_digest, record
 from slipstream.rollout.engine.engine_options import engine_arguments
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
+from slipstream.rollout.types import EngineOptions
 from slipstream.weight_sync.layout import DestLayout, PostLoad
 from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 from slipstream.weight_sync.replica.messages import EngineRank
@@ -223,7 +224,9 @@ def ask_live_engine(case: str, folder: Path) -> None:
         tp_size=tp_size, max_model_len=128, max_num_seqs=4, kv_cache_bytes=16 << 20,
         sampling=SamplingConfig(max_tokens=8),
     )  # fmt: skip
-    with engine_of(**engine_arguments(folder, config, dtype=DType.bfloat16, device=Device.cpu, seed=0)) as engine:
+    with engine_of(
+        **engine_arguments(EngineOptions(folder=folder, config=config, dtype=DType.bfloat16, device=Device.cpu), seed=0)
+    ) as engine:
         loaded = describe(engine, model)
         (folder / "loaded").write_bytes(loaded)
         known = [layouts_digest((layout,)) for layout in layouts_from_bytes(loaded)]

@@ -20,6 +20,7 @@ from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.parity.compare import partings
 from slipstream.orchestrator.parity.engine_side import Sampled, sample_and_record
 from slipstream.orchestrator.parity.measure import Layers, compare_layers, read_tensors
+from slipstream.rollout.types import EngineOptions
 from slipstream.trainer.moe.router import Router, Routing
 from slipstream.trainer.scoring import Scorer
 
@@ -63,12 +64,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     draw = random.Random(0)
     prompts = [[draw.randrange(3, 64) for _ in range(PROMPT)] for _ in range(SEQUENCES)]
     small = RolloutConfig(kv_cache_bytes=64 << 20, gpu_memory_utilization=0.05)
+    options = EngineOptions(folder=folder / "checkpoint", config=small, dtype=DType.bfloat16, device=DEVICE)
     sampled = sample_and_record(
-        folder / "checkpoint",
-        small,
+        options,
         prompts,
-        dtype=DType.bfloat16,
-        device=DEVICE,
         seed=0,
         max_tokens=RESPONSE,
         num_recorded=SEQUENCES,

@@ -133,9 +133,7 @@ def vllm_serves_adapter(
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    arguments = engine_arguments(
-        options.folder, options.config, dtype=options.dtype, device=options.device, seed=1, adapters=options.adapters
-    )
+    arguments = engine_arguments(options, seed=1)
     engine = LLM(
         model=str(base), load_format="safetensors", skip_tokenizer_init=True, disable_log_stats=True,
         worker_extension_cls=READER,

@@ -140,9 +140,13 @@ def load(case: Case, folder: Path) -> dict[str, Any]:
 
     from slipstream.conf.schema import Device, DType
     from slipstream.rollout.engine.engine_options import engine_arguments
+    from slipstream.rollout.types import EngineOptions
 
     arguments = engine_arguments(
-        folder / "checkpoint", rollout_config(case), dtype=DType.bfloat16, device=Device.cuda, seed=0
+        EngineOptions(
+            folder=folder / "checkpoint", config=rollout_config(case), dtype=DType.bfloat16, device=Device.cuda
+        ),
+        seed=0,
     )
     for given in ("model", "load_format", "skip_tokenizer_init", "dtype", "disable_log_stats", "worker_extension_cls"):
         del arguments[given]

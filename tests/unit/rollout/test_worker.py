@@ -30,7 +30,7 @@ from slipstream.conf.schema import (
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
-from slipstream.rollout.types import ABORTED, Prompt, WorkerOptions
+from slipstream.rollout.types import ABORTED, EngineOptions, Prompt, WorkerOptions
 from slipstream.rollout.worker_process import with_its_share
 from slipstream.rollout.worker_verbs import WorkerClient, WorkerVerbs, digest_of
 from slipstream.weight_sync.calls.server import CallServer
@@ -197,7 +197,9 @@ async def test_requests_that_outlast_a_pause_for_them_do_not_end_the_engine(monk
     monkeypatch.setattr(os, "environ", dict(os.environ))
     hanging: Any = HangingLlm("pause")
     engine = VllmEngine(
-        tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=lambda _: hanging
+        EngineOptions(folder=tmp_path, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu),
+        seed=0,
+        make_llm=lambda _: hanging,
     )
     await engine.start()
     with pytest.raises(EngineError, match=r"requests in flight did not end within 0\.1 s"):

@@ -33,14 +33,22 @@ from slipstream.rollout.engine.shared_gpu import cache_bytes
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.engine.vllm_process import VllmProcess
 from slipstream.rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class
-from slipstream.rollout.types import LANGUAGE_MODEL, AdapterSlotsSpec
+from slipstream.rollout.types import LANGUAGE_MODEL, AdapterSlotsSpec, EngineOptions, RoutingShape
 from slipstream.weight_sync.errors import IntegrityError
 from slipstream.weight_sync.layout import TensorMeta
 
 
+def options(
+    config: RolloutConfig | None = None, *, folder: Path | None = None, device: Device = Device.cuda, **more: Any
+) -> EngineOptions:
+    return EngineOptions(
+        folder=folder or Path("m"), config=config or RolloutConfig(), dtype=DType.bfloat16, device=device, **more
+    )
+
+
 def test_weights_never_come_from_files_and_logprobs_are_of_the_sampled_distribution():
     for device in (Device.cpu, Device.cuda):
-        arguments = engine_arguments(Path("m"), RolloutConfig(), dtype=DType.bfloat16, device=device, seed=1)
+        arguments = engine_arguments(options(device=device), seed=1)
         assert arguments["load_format"] == "dummy"
         assert arguments["logprobs_mode"] == "processed_logprobs"
         assert arguments["generation_config"] == "vllm"
@@ -48,7 +56,7 @@ def test_weights_never_come_from_files_and_logprobs_are_of_the_sampled_distribut
 
 def test_a_seed_of_any_size_is_one_that_numpy_takes():
     seeds = (20261122 * 1000, 20261122 * 1000 + 1)  # of the engines of a run whose seed is a date
-    arguments = [engine_arguments(Path("m"), RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=seed)
+    arguments = [engine_arguments(options(device=Device.cpu), seed=seed)
                  for seed in seeds]  # fmt: skip
     assert [np.random.RandomState(one["seed"]) for one in arguments]
     assert arguments[0]["seed"] != arguments[1]["seed"]
@@ -57,19 +65,13 @@ def test_a_seed_of_any_size_is_one_that_numpy_takes():
 def test_a_base_that_no_publish_can_write_is_loaded_from_its_folder_for_kernels_that_add_adapters():
     slots = AdapterSlotsSpec(2, 8, ("experts",), ())
     for base, wanted in ((None, ("m", "dummy", "triton")), (Path("kimi"), ("kimi", "auto", "marlin"))):
-        arguments = engine_arguments(
-            Path("m"), RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1,
-            adapters=replace(slots, base=base),
-        )  # fmt: skip
+        arguments = engine_arguments(options(adapters=replace(slots, base=base)), seed=1)
         assert (arguments["model"], arguments["load_format"], arguments["moe_backend"]) == wanted
 
 
 def test_the_language_model_beside_a_tower_is_read_by_a_loader_that_knows_its_names(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}')
-    arguments = engine_arguments(
-        Path("m"), RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1,
-        adapters=AdapterSlotsSpec(2, 8, ("experts",), (), base=tmp_path),
-    )  # fmt: skip
+    arguments = engine_arguments(options(adapters=AdapterSlotsSpec(2, 8, ("experts",), (), base=tmp_path)), seed=1)
     assert arguments["model"] == "m"
     assert arguments["load_format"] == LANGUAGE_MODEL
     assert arguments["model_loader_extra_config"] == {"folder": str(tmp_path)}
@@ -77,7 +79,7 @@ def test_the_language_model_beside_a_tower_is_read_by_a_loader_that_knows_its_na
 
 def test_gpus_use_the_kernels_that_read_experts_in_checkpoint_order():
     config = RolloutConfig(tp_size=2, enable_expert_parallel=True, kv_cache_bytes=123)
-    arguments = engine_arguments(Path("m"), config, dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    arguments = engine_arguments(options(config), seed=1)
     assert arguments["moe_backend"] == "triton"
     assert arguments["enforce_eager"] is False
     assert arguments["distributed_executor_backend"] == "mp"
@@ -87,7 +89,7 @@ def test_gpus_use_the_kernels_that_read_experts_in_checkpoint_order():
 
 def test_linear_attention_computes_by_kernels_that_vllm_brings_and_keeps_its_state_in_float32(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "linear_num_value_heads": 2}')
-    arguments = engine_arguments(tmp_path, RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    arguments = engine_arguments(options(folder=tmp_path), seed=1)
     assert arguments["gdn_prefill_backend"] == "triton"
     assert arguments["mamba_ssm_cache_dtype"] == "float32"
 
@@ -98,16 +100,16 @@ def test_engines_are_told_the_heads_of_layers_without_a_window_that_transformers
     written = {key: value for key, value in GEMMA4.items() if key not in moved}
     for config in (GEMMA4, {**written, "per_layer_config": {"1": of_layer, "3": of_layer}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        arguments = engine_arguments(tmp_path, RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1)
+        arguments = engine_arguments(options(folder=tmp_path), seed=1)
         assert arguments["hf_overrides"] == {"allow_global_per_layer_attribute_access": True, **moved}
         assert arguments["attention_backend"] == "TRITON_ATTN", "nothing here compiles other kernels for such heads"
     monkeypatch.setattr(engine_options, "find_spec", lambda name: name)
-    arguments = engine_arguments(tmp_path, RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    arguments = engine_arguments(options(folder=tmp_path), seed=1)
     assert "attention_backend" not in arguments
 
 
 def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():
-    arguments = engine_arguments(Path("m"), RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=1)
+    arguments = engine_arguments(options(device=Device.cpu), seed=1)
     assert arguments["enforce_eager"] is True
     assert arguments["distributed_executor_backend"] == "uni"
     assert arguments["kv_cache_memory_bytes"] == 256 << 20
@@ -117,7 +119,7 @@ def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():
 
 def test_engines_that_share_a_gpu_take_equal_parts_of_what_one_would_take():
     three = RolloutConfig(num_workers=3, workers_per_gpu=3, gpu_memory_utilization=0.75)
-    arguments = engine_arguments(Path("m"), three, dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    arguments = engine_arguments(options(three), seed=1)
     assert arguments["gpu_memory_utilization"] == 0.25
     gib, weights = 1 << 30, [TensorMeta("w", (1 << 29,), "bfloat16")]
     # A quarter of 80 GiB, less 1 GiB of weights, two slots of 1 GiB, and 3 GiB for the rest.
@@ -135,14 +137,11 @@ def test_there_is_a_graph_for_every_number_of_requests_that_an_engine_may_have()
         assert all(after <= max(2 * before, 8) and after - before <= 64 for before, after in itertools.pairwise(sizes))
         for invariant in (False, True):
             arguments = engine_arguments(
-                Path("m"), RolloutConfig(max_num_seqs=num_seqs), dtype=DType.bfloat16, device=Device.cuda, seed=1,
-                batch_invariant=invariant,
-            )  # fmt: skip
+                options(RolloutConfig(max_num_seqs=num_seqs), batch_invariant=invariant), seed=1
+            )
             assert arguments["compilation_config"]["cudagraph_capture_sizes"] == sizes
     eager = RolloutConfig(enforce_eager=True)
-    assert "compilation_config" not in engine_arguments(
-        Path("m"), eager, dtype=DType.bfloat16, device=Device.cuda, seed=1
-    )
+    assert "compilation_config" not in engine_arguments(options(eager), seed=1)
 
 
 def test_adapter_engines_capture_graphs_with_adapters_alone():
@@ -150,9 +149,7 @@ def test_adapter_engines_capture_graphs_with_adapters_alone():
     slots = AdapterSlotsSpec(2, 8, ("experts",), ())
     for adapters, eager in itertools.product((None, slots), (False, True)):
         config = RolloutConfig(enforce_eager=eager)
-        arguments = engine_arguments(
-            Path("m"), config, dtype=DType.bfloat16, device=Device.cuda, seed=1, adapters=adapters
-        )
+        arguments = engine_arguments(options(config, adapters=adapters), seed=1)
         given = arguments.get("compilation_config", {}).get("cudagraph_specialize_lora")
         assert given is (False if adapters is not None and not eager else None)
 
@@ -183,7 +180,7 @@ def test_errors_of_engine_ranks_keep_their_class():
 
 async def test_an_engine_that_does_not_run_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine = VllmEngine(options(folder=tmp_path, device=Device.cpu), seed=0)
     with pytest.raises(EngineError, match="not running"):
         engine.check()
     with pytest.raises(EngineError, match="not running"):
@@ -267,7 +264,7 @@ def test_a_process_that_is_its_own_owner_ends_alone():
 
 def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine = VllmEngine(options(folder=tmp_path, device=Device.cpu), seed=0)
     engine.process.llm = cast(Any, SimpleNamespace(errored=False))
     process = SimpleNamespace(exitcode=None)
     engine.process.children = cast(Any, [process])
@@ -280,7 +277,7 @@ def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_
 def test_an_engine_that_hangs_while_a_signal_ends_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "rollout-0"))
     (tmp_path / "config.json").write_text("{}")
-    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine = VllmEngine(options(folder=tmp_path, device=Device.cpu), seed=0)
     engine.process.llm = cast(Any, SimpleNamespace(errored=False))
     engine.process.children = cast(Any, [SimpleNamespace(exitcode=None)])
     report = tmp_path / "rollout-0-EngineCore.txt"
@@ -295,7 +292,7 @@ def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch:
     """vLLM never answers it; its deadline may be minutes away."""
     monkeypatch.setattr("slipstream.rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
     (tmp_path / "config.json").write_text("{}")
-    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine = VllmEngine(options(folder=tmp_path, device=Device.cpu), seed=0)
 
     class Dying:
         errored = False
@@ -315,7 +312,7 @@ def test_requests_end_when_the_engine_dies_without_a_word_of_vllms(
 ):
     monkeypatch.setattr("slipstream.rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
     (tmp_path / "config.json").write_text("{}")
-    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine = VllmEngine(options(folder=tmp_path, device=Device.cpu), seed=0)
     process = SimpleNamespace(exitcode=None)
 
     class Silent:
@@ -340,7 +337,7 @@ def test_requests_end_when_the_engine_dies_without_a_word_of_vllms(
 def test_options_of_the_engine_are_handed_on_and_added_to_ours():
     given = {"block_size": 32, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
     config = RolloutConfig(engine_options=given)
-    found = engine_arguments(Path("m"), config, dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    found = engine_arguments(options(config), seed=1)
     assert found["block_size"] == 32
     assert found["compilation_config"].keys() == {"cudagraph_capture_sizes", "cudagraph_mode"}
     assert "block_size" in (known_arguments() or {"block_size"})
@@ -350,9 +347,7 @@ def test_options_of_the_engine_are_handed_on_and_added_to_ours():
 def test_what_we_set_is_refused_as_an_option_of_the_engine(device: Device):
     """But for what may be set without harm."""
     slots = AdapterSlotsSpec(2, 8, ("experts",), ())
-    ours = engine_arguments(
-        Path("m"), RolloutConfig(), dtype=DType.bfloat16, device=device, seed=1, adapters=slots, records_routes=True
-    )
+    ours = engine_arguments(options(device=device, adapters=slots, routing=RoutingShape((0,), 2, 8)), seed=1)
     harmless = {"attention_backend", "compilation_config", "disable_log_stats", "enable_prefix_caching"}
     for name in ours.keys() - harmless:
         with pytest.raises(ConfigError, match=name):

@@ -13,7 +13,7 @@ import pytest
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineError
-from slipstream.rollout.types import Adapter
+from slipstream.rollout.types import Adapter, EngineOptions
 from slipstream.weight_sync.errors import IntegrityError
 
 SAMPLING = SamplingConfig(max_tokens=4)
@@ -58,7 +58,12 @@ class Client:
 
 def make(folder: Path) -> tuple[VllmEngine, Client]:
     (folder / "config.json").write_text("{}")
-    engine, client = VllmEngine(folder, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0), Client()
+    engine, client = (
+        VllmEngine(
+            EngineOptions(folder=folder, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu), seed=0
+        ),
+        Client(),
+    )
     engine.process.llm = cast(Any, client)
     return engine, client
 

@@ -14,6 +14,7 @@ from slipstream.rollout.crash_reports import PARENT_VARIABLE
 from slipstream.rollout.engine.start_failure import OutputSince, cause_in
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineDied, EngineError
+from slipstream.rollout.types import EngineOptions
 
 DEAD = cast(Any, SimpleNamespace(errored=True))
 REFERRAL = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -89,7 +90,11 @@ def engine_that_fails(folder: Path, log: bytes, error: Exception) -> VllmEngine:
         os.write(2, log)
         raise error
 
-    return VllmEngine(folder, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=fails)
+    return VllmEngine(
+        EngineOptions(folder=folder, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu),
+        seed=0,
+        make_llm=fails,
+    )
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -134,7 +139,9 @@ async def test_an_engine_that_a_signal_ended_while_it_started_is_told_with_its_f
 async def test_an_engine_that_ended_by_itself_is_quoted(tmp_path: Path, code: int | None, told: str):
     """A signal is a reason, and what was logged before it none."""
     engine = VllmEngine(
-        tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=lambda _: DEAD
+        EngineOptions(folder=tmp_path, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu),
+        seed=0,
+        make_llm=lambda _: DEAD,
     )
     with stderr_at(str(tmp_path / "stderr")):
         await engine.process.start()
