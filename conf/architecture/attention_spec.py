@@ -1,7 +1,7 @@
 """What an attention is built from: one class per kind, which says all that is known of it without torch. Pure data.
 
-    GqaSpec       grouped queries                       trainer/model/attention.py
-    MlaSpec       latent, perhaps with an indexer       trainer/model/attention.py, indexer.py
+    GqaSpec       grouped queries                       trainer/model/attention/grouped_queries.py
+    MlaSpec       latent, perhaps with an indexer       trainer/model/attention/latent.py, indexer.py
     DeltaNetSpec  linear (delta_net_spec.py)            trainer/model/attention/delta_net.py
 
 Owns the names and shapes of its parameters. Does not own where in a checkpoint it lies (ModelSpec).

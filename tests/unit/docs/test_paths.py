@@ -1,5 +1,6 @@
-"""The documents name files and options that exist."""
+"""The documents and docstrings name files and options that exist."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -11,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = {"LOG.md"}
 """Pages that also speak of files that are gone."""
-FOLDERS = "conf|weight_sync|trainer|rollout|fleet|orchestrator|tests|bench|docker|requirements"
+PACKAGES = "conf|weight_sync|trainer|rollout|fleet|orchestrator|tests|bench"
+FOLDERS = f"{PACKAGES}|docker|requirements"
 PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)")
 
 SECTIONS = "|".join(sorted({name.split(".")[0] for name in options_by_name()}))
@@ -26,6 +28,20 @@ NO_OPTIONS = re.compile(
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     named = set(PATH.findall(page.read_text()))
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES.split("|"))
+def test_every_file_that_a_docstring_names_exists(package: str) -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    gone = [
+        f"{source.relative_to(ROOT)}: {path}"
+        for source in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, kinds)
+        for path in PATH.findall(ast.get_docstring(node) or "")
+        if not (ROOT / path).exists() and "NAME" not in path
+    ]
+    assert gone == []
 
 
 def test_every_room_is_on_the_map() -> None:
