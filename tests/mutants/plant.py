@@ -44,12 +44,14 @@ MODULES: dict[str, tuple[str, ...]] = {
         "weight_sync/pipeline/test_lanes.py",
         "weight_sync/pipeline/test_lane_times.py",
         "weight_sync/pipeline/test_lost_slots.py",
+        "trainer/delivery/test_delta_publish.py",
     ),
     "weight_sync/pipeline/lanes.py": (
         "weight_sync/pipeline/test_pipeline.py",
         "weight_sync/pipeline/test_lanes.py",
         "weight_sync/pipeline/test_lane_times.py",
         "weight_sync/pipeline/test_lost_slots.py",
+        "trainer/delivery/test_delta_publish.py",
     ),
     "weight_sync/pipeline/slot_turns.py": (
         "weight_sync/pipeline/test_slot_turns.py",
@@ -59,11 +61,16 @@ MODULES: dict[str, tuple[str, ...]] = {
     "weight_sync/publish/transaction.py": ("weight_sync/publish/test_transaction.py",),
     "weight_sync/publish/publisher.py": (
         "weight_sync/publish/test_publisher.py",
+        "weight_sync/publish/test_publisher_connect.py",
         "weight_sync/publish/test_publisher_ranks.py",
         "weight_sync/publish/test_publisher_rejoin.py",
+        "trainer/delivery/test_delta_publish.py",
     ),
     "weight_sync/publish/rank0.py": (
+        "weight_sync/publish/test_bases.py",
         "weight_sync/publish/test_publisher.py",
+        "weight_sync/publish/test_publisher_connect.py",
+        "weight_sync/publish/test_publisher_ranks.py",
         "weight_sync/publish/test_publisher_rejoin.py",
     ),
     "weight_sync/replica/receiver.py": (
