@@ -204,5 +204,5 @@ class Delivery:
             config=config,
             key=self._key,
             device=device,
-            base=self._merged_from if source is self.source else None,
+            base=self._merged_from,
         )
