@@ -138,6 +138,12 @@ def test_replicas_that_join_together_take_changes_of_what_replica_0_takes_them_o
         assert np.array_equal(found[places.columns((replica, rank))], wanted)
 
 
+def test_a_plan_frees_the_staging_of_the_one_before() -> None:
+    world = World()
+    world.pipeline.compile(world.plan.tasks[0])
+    assert world.transport.registered == []
+
+
 def test_a_rank_that_has_nothing_to_send_holds_no_staging_and_takes_part() -> None:
     world = World()
     world.pipeline.load([])

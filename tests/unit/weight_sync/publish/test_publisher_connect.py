@@ -11,6 +11,7 @@ from fakes.publish_world import World
 
 from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError
 from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.replica.clients import ReplicaClients
 
 
 def test_publish_needs_connect(make_world: Callable[..., World]) -> None:
@@ -55,6 +56,22 @@ def test_connect_names_a_replica_that_is_not_there(make_world: Callable[..., Wor
         world.publisher.connect([world.endpoints[0].address, "tcp://127.0.0.1:9"])
     with pytest.raises(ProtocolError, match="no address"):
         world.publisher.connect(["nonsense"])
+
+
+def test_replicas_have_a_publish_s_deadline_to_say_what_they_are(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, call = make_world(2, timeout_s=7.0), ReplicaClients.call
+    asked: list[dict[int, float]] = []
+
+    def noted(clients: ReplicaClients, verb: Any, arguments: Any, timeouts_s: Any) -> Any:
+        asked.append(dict(timeouts_s))
+        return call(clients, verb, arguments, timeouts_s)
+
+    monkeypatch.setattr(ReplicaClients, "call", noted)
+    world.connect()
+    world.publisher.reconnect(1, world.addresses[1])
+    assert asked == [{0: 7.0, 1: 7.0}, {1: 7.0}]
 
 
 def test_connect_and_reconnect_refuse_links_that_differ(make_world: Callable[..., World]) -> None:
