@@ -79,14 +79,10 @@ class RolloutWorker:
         host: str = "127.0.0.1",
         make_engine: Callable[[EngineOptions, int], EngineWithSlots],
     ) -> None:
-        folder, config, dtype, device = options.folder, options.config, options.dtype, options.device
-        self._tokenizer = _read_tokenizer(folder)
-        self._sampling = config.sampling
+        self._tokenizer = _read_tokenizer(options.folder)
+        self._sampling = options.config.sampling
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in options.tensors]
-        self._layouts = ExpectedLayouts(
-            options.tensors, tp_size=config.tp_size, enable_expert_parallel=config.enable_expert_parallel, dtype=dtype,
-            device=device,
-        )  # fmt: skip
+        self._layouts = ExpectedLayouts(options)
         self._host = host
         self._key = options.key
         self._adapters = options.adapters

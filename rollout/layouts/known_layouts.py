@@ -15,26 +15,20 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.conf.schema import Device, DType
 from slipstream.rollout.layouts.offline_layout import engine_version
 from slipstream.rollout.node_cache import cache_folder, keep
-from slipstream.weight_sync.layout import TensorMeta
+from slipstream.rollout.types import WorkerOptions
 
 logger = logging.getLogger(__name__)
 
 
 class ExpectedLayouts:
-    """The digests that one engine's ranks are told before they describe their layouts.
+    """The digests that one engine's ranks are told before they describe their layouts."""
 
-    Args:
-        tensors, tp_size, enable_expert_parallel, dtype, device: As of offline_layout.LayoutRequest.
-    """
-
-    def __init__(
-        self, tensors: Sequence[TensorMeta], *, tp_size: int, enable_expert_parallel: bool, dtype: DType, device: Device
-    ) -> None:
-        listed = [[meta.name, list(meta.shape), meta.dtype] for meta in tensors]
-        self._file = known_file(listed, str(dtype), str(device), tp_size, enable_expert_parallel, engine_version())
+    def __init__(self, options: WorkerOptions) -> None:
+        config, tensors = options.config, [[meta.name, list(meta.shape), meta.dtype] for meta in options.tensors]
+        kind = str(options.dtype), str(options.device), config.tp_size, config.enable_expert_parallel
+        self._file = known_file(tensors, *kind, engine_version())
         self._known: list[str] = []
 
     def digests(self) -> list[str]:
