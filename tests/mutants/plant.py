@@ -81,7 +81,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "weight_sync/replica/version_state.py": ("weight_sync/replica/test_version_state.py",),
     "weight_sync/replica/recovery.py": ("weight_sync/replica/test_recovery.py",),
     "weight_sync/integrity.py": ("weight_sync/test_integrity.py",),
-    "trainer/step/loss.py": ("trainer/step/test_loss.py",),
+    "trainer/step/loss.py": ("trainer/step/test_loss.py", "trainer/step/test_loss_sums.py"),
     "trainer/step/surrogates.py": ("trainer/step/test_surrogates.py", "trainer/step/test_loss.py"),
     "trainer/step/corrections.py": ("trainer/step/test_corrections.py",),
     "trainer/step/microbatches.py": ("trainer/step/test_microbatches.py",),

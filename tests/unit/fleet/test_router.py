@@ -113,8 +113,8 @@ async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "asked for 2 responses, got 1"),
-        ([Rollout([1], [0.0], [0], "x", "stop")] * 2, "asked for 2 responses, got 3"),
+        ([], "ValueError: asked for 2 responses, got 1"),
+        ([Rollout([1], [0.0], [0], "x", "stop")] * 2, "ValueError: asked for 2 responses, got 3"),
         ([Rollout([], [], [], "", "stop")], "or one without a token"),
     ],
 )
@@ -307,6 +307,7 @@ async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_no
     await serve(supervisor)
     supervisor.roster.replicas["rollout-0"].num_in_flight = 1
     assert await router.score([1, 5, 2], 0) == [-0.5, 0.0]
+    assert workers[1].world.scored == [(0, [1, 5, 2])]
     workers[1].scores_fail = True
     with pytest.raises(ConnectionError):
         await router.score([1, 5, 2], 0)

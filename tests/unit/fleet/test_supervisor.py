@@ -135,6 +135,7 @@ async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old(
     await publish_without_a_pause(supervisor, outcome(True), outcome(False, "again"))
     assert supervisor.roster.out_of_service == ["rollout-1"]
     assert supervisor.roster.replicas["rollout-1"].reason == "again"
+    assert supervisor.roster.num_publishes == 5, "whoever reads from a peer is told that another version came"
 
 
 async def test_a_worker_that_neither_commits_nor_says_why_is_out_with_words_for_people() -> None:

@@ -102,6 +102,21 @@ def test_a_sampled_text_that_stands_further_on_is_not_the_sampled_turn() -> None
     assert f" four<|eot_id|>{start}user<|end_header_id|>\n\nwhy four<|eot_id|>?<|eot_id|>{start}assist" in talk.text()
 
 
+def test_an_answer_is_compared_with_what_was_sampled_without_the_end_of_its_turn() -> None:
+    """By a reader for whom an end is a word like others. The template trims the answer."""
+
+    class Literal(FakeChatText):
+        def meaning(self, text: str, tools: Any) -> object:
+            return text.split()
+
+    talk = Conversation("llama3")
+    talk.chat = Literal("llama3")
+    talk.tree = TokenTree(talk.chat)
+    reply, _ = talk.ask([user("one")], " four <|eot_id|>")
+    _, reason = talk.ask([user("one"), reply, user("two")], "so<|eot_id|>")
+    assert (reason, talk.parents) == (CONTINUED, [None, 0])
+
+
 THOUGHT = "<think>\nhm\n</think>\n\nfirst<|im_end|>"
 
 

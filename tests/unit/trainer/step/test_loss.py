@@ -3,7 +3,6 @@
 import math
 from dataclasses import fields, replace
 
-import numpy as np
 import pytest
 import torch
 from fakes.trainer import MAXIMA, SUMS, VECTORS
@@ -11,9 +10,9 @@ from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig, Correction, KlEstimator, KlPlace, Normalization, RatioBaseline
 from slipstream.trainer.step.corrections import LOG_RATIO_BOUND
-from slipstream.trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
+from slipstream.trainer.step.loss import CountedTokens, LossAccumulator, policy_loss, sft_loss
 from slipstream.trainer.step.surrogates import LossTokens, clipped_loss
-from slipstream.trainer.types import Denominators, Sample
+from slipstream.trainer.types import Denominators
 
 TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.tis, correction_max=2.0)
 ROLLOUT = AlgorithmConfig(
@@ -190,41 +189,6 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
         assert weights.tolist() == pytest.approx((ratio if algorithm is TRAINER else torch.ones(2)).tolist())
 
 
-def test_log_probabilities_of_the_samples_that_are_shown_are_kept_apart():
-    """Two microbatches; lengths 1, 2 and 3, the first one is not shown."""
-    accumulated = LossAccumulator()
-
-    def sample(origin, num_valid, is_shown):
-        mask = np.arange(num_valid + 1) > 0
-        zeros = np.zeros(num_valid + 1, np.float32)
-        return Sample(np.zeros(num_valid + 1, np.int32), mask, zeros, zeros, 0, origin=origin, is_shown=is_shown)
-
-    accumulated.show(
-        [sample((0, 1, 0), 1, False), sample((0, 0, 0), 2, True)], torch.tensor([-3.0, -1.0, -2.0], requires_grad=True)
-    )
-    accumulated.show([sample((0, 2, 0), 2, False)], torch.tensor([-9.0, -9.0]))
-    accumulated.show([sample((1, 0, 0), 3, True)], torch.tensor([-4.0, -5.0, -6.0]))
-    accumulated.add(PolicyLoss(torch.zeros(()), {"a": torch.ones((), dtype=torch.float64)}))
-    shown = accumulated.result().logprobs
-    assert {origin: values.tolist() for origin, values in shown.items()} == {
-        (0, 0, 0): [-1.0, -2.0], (1, 0, 0): [-4.0, -5.0, -6.0]
-    }  # fmt: skip
-
-
-def test_sums_and_vectors_add_up_and_maxima_do_not():
-    accumulated = LossAccumulator()
-    for a, b in ((1.0, 5.0), (2.0, 3.0)):
-        part = PolicyLoss(
-            torch.zeros(()), {"s": torch.tensor(a), "other": torch.tensor(10.0)}, {"m": torch.tensor(b)},
-            {"v": torch.tensor([a, b]), "w": torch.tensor([b])},
-        )  # fmt: skip
-        accumulated.add(part)
-        accumulated.add(part.uncounted())
-    stats = accumulated.result()
-    assert (stats.sums, stats.maxima) == ({"s": 3.0, "other": 20.0}, {"m": 5.0})
-    assert stats.vectors == {"v": [3.0, 8.0], "w": [8.0]}
-
-
 def test_token_and_sequence_normalization():
     """Sequences of 1 and 3 tokens, A = 1 and 2, on-policy. Token: -(1 + 6)/4. Sequence: -(1/1 + 6/3)/2 = -1.5."""
     counts = Denominators(num_valid_tokens=4, num_sequences=2, policy_version=0)
@@ -366,11 +330,6 @@ def test_no_counted_token_gives_a_zero_loss_with_a_graph():
     result, grad = run(TRAINER, [], [], [])
     assert result.loss.item() == 0.0 and grad == []
     assert all(value.item() == 0 for value in [*result.sums.values(), *result.maxima.values()])
-
-
-def test_nothing_accumulated_is_no_stats():
-    stats = LossAccumulator().result()
-    assert stats.sums == {} and stats.maxima == {}
 
 
 @pytest.mark.parametrize("normalization", [Normalization.token, Normalization.sequence])
