@@ -65,11 +65,11 @@ def test_what_was_written_is_read_by_its_owner(folder: RunFolder, monkeypatch: p
     assert folder.journal.stat().st_mode & 0o777 == 0o600
     with alive(folder.root):
         assert read_journal(folder) is not None, "a start leaves it"
-    partial, flushed = folder.journal.with_suffix(".partial"), list[str]()
+    partial, flushed = folder.journal.with_suffix(".partial"), list[tuple[str, int]]()
     partial.write_text("x" * 9999)  # of a controller that was killed
-    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(os.readlink(f"/proc/self/fd/{number}")))
+    monkeypatch.setattr(os, "fsync", lambda n: flushed.append((os.readlink(f"/proc/self/fd/{n}"), os.fstat(n).st_size)))
     write_journal(folder, journal)
-    assert read_journal(folder) == journal and flushed == [str(partial)]
+    assert read_journal(folder) == journal and flushed == [(str(partial), folder.journal.stat().st_size)]
     text = folder.journal.read_text()
     folder.journal.write_text(text[: len(text) // 2])
     assert read_journal(folder) == journal, "the one before is whole"

@@ -197,6 +197,14 @@ async def test_version_0_that_nobody_adopts_ends_the_run_with_the_reason(tmp_pat
         await loop.run()
 
 
+async def test_version_0_that_one_of_two_adopts_is_enough_to_begin(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=2))
+    loop.trainer.failing_replicas = {0: {1}}
+    await loop.run()
+    assert [row["sync/replicas_committed"] for row in loop.rows] == [1, 1, 1]
+    assert not [task for task in asyncio.all_tasks() if "stranded" in repr(task)], "nobody waits for that any more"
+
+
 async def test_all_workers_dead_saves_the_run_and_says_why(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make_config(num_steps=9))
     for worker in loop.workers:

@@ -154,7 +154,8 @@ async def test_the_runs_reward_judges_episodes_whose_agent_returned_none_and_did
         return episodes
 
     async def score_group(_: Prompt, judged: list[Rollout]) -> list[Judgement]:
-        return [Judgement(float(["wrong", "right", "own", "raised"].index(one.text))) for one in judged]
+        values = [float(["wrong", "right", "own", "raised"].index(one.text)) for one in judged]
+        return [Judgement(value, {"style": value / 2}, one.text) for value, one in zip(values, judged, strict=True)]
 
     services: Any = SimpleNamespace(
         episodes=SimpleNamespace(run_group=run_group), rewards=SimpleNamespace(score_group=score_group), teacher=None,
@@ -166,6 +167,8 @@ async def test_the_runs_reward_judges_episodes_whose_agent_returned_none_and_did
     sampler._places = None  # type: ignore[assignment] - those of training, which an evaluation beside it leaves alone
     (group,) = (await sampler.evaluate())["held"]
     assert group.rewards == [0.0, 1.0, None, 0.0]
+    assert [parts.get("style") for parts in group.parts] == [None, 0.5, None, 0.0]
+    assert group.answers == [None, "right", None, "wrong"]
 
 
 async def test_prompts_that_tell_nothing_end_the_run_with_its_state_saved(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.schema import DType, RemoteMerge, WeightSyncConfig
 from slipstream.trainer.weights.factors import factor_shards, merges_of
 from slipstream.weight_sync.disk.regions import RegionReader
-from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.errors import IntegrityError, PlanError
+from slipstream.weight_sync.integrity import hash_bytes
 from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region
 from slipstream.weight_sync.merging.factors import Merge, factor_tensors, is_factor
 from slipstream.weight_sync.merging.runs import runs_of
@@ -307,6 +308,22 @@ def test_factors_of_a_rank_are_those_that_are_planned(ranks):
     held = {one.tensor: one.region.shape for one in factor_shards(rank.decoder)}
     assert held == {meta.name: meta.shape for meta in factor_tensors(merges)}
     assert len({merge.a.name for merge in merges}) < len({merge.b.name for merge in merges}) == len(merges)
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_any_factor_that_is_another_one_is_named(ranks, change):
+    rank, merges = ranks["bfloat16"]
+    layout = engine_layouts(rank.decoder.spec, 1)[0]
+    own = OwnMerge(
+        layout, {p.name: torch.zeros(p.shape, dtype=torch.bfloat16) for p in layout.params}, merges, on_device=False
+    )
+    for factor in own.factors.values():
+        factor.normal_()
+    held = {name: hash_bytes(factor) for name, factor in own.factors.items()}
+    own.check_factors(held)
+    for name in (min(held), max(held)):
+        with pytest.raises(IntegrityError, match=rf"1 of {len(held)} factors .* \({re.escape(name)}, "):
+            own.check_factors(held | {name: held[name] + change})
 
 
 def test_a_matrix_that_lies_in_another_order_is_refused(ranks):
