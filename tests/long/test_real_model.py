@@ -133,7 +133,8 @@ def logprobs(model: Any, prompt: list[int], response: list[int]) -> Tensor:
 
 
 def encoded(base: Path, messages: list[Row], answer: str) -> tuple[list[int], list[int]]:
-    """The prompt, and what the template makes of the answer: its end, and the line feed after that."""
+    """The prompt, and what the template makes of the answer, up to the token that ends it: a line feed follows, which
+    is not taught."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -141,7 +142,7 @@ def encoded(base: Path, messages: list[Row], answer: str) -> tuple[list[int], li
     whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
     ids: list[list[int]] = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in (prompt, whole)]
     assert ids[1][: len(ids[0])] == ids[0]
-    return ids[0], ids[1][len(ids[0]) :]
+    return ids[0], ids[1][len(ids[0]) : ids[1].index(tokenizer.eos_token_id, len(ids[0])) + 1]
 
 
 def sampled(run: Path, base: Path) -> list[tuple[int, list[int], list[int], Tensor]]:
