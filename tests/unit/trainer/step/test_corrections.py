@@ -111,6 +111,14 @@ def test_mask_threshold_leaves_tokens_out_of_a_clipped_ratio_too() -> None:
     assert result.sums["correction/num_masked"].item() == 2
 
 
+def test_a_mask_threshold_leaves_out_more_than_the_bounds_of_the_correction() -> None:
+    """A ratio of 3 is above 2, and |ln 3| within 1.5; of 1 / 5 it is the other way round."""
+    log_ratio_N, one_N = torch.tensor([LN(3), 0.0, -LN(5)]), torch.ones(3, dtype=torch.int64)
+    algorithm = AlgorithmConfig(correction=Correction.mis, correction_max=2.0)
+    found = importance_weights(log_ratio_N, one_N, one_N.cumsum(0) - 1, algorithm, 1.5)
+    assert found.is_masked_N.tolist() == [True, False, True] and found.weight_N.tolist() == [0.0, 1.0, 0.0]
+
+
 def test_a_ratio_that_is_its_bound_is_within() -> None:
     """e^0 is 1 in every format."""
     one_N = torch.ones(1, dtype=torch.int64)
