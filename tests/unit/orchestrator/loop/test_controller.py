@@ -5,7 +5,6 @@ The loop is the product's own; trainer, workers and rewards are fakes of a few l
 
 import asyncio
 import json
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,7 @@ from fakes.workers import FakeWorker
 
 from slipstream.conf.schema import Relay, WeightSyncConfig
 from slipstream.fleet.errors import NoReplicasLeft
-from slipstream.fleet.replicas import Recovery
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.rollout.types import Prompt, Rollout
 
 
@@ -97,49 +94,6 @@ async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Pa
     assert {tuple(row["log_ratios"]) for row in training} == {(0.125, 0.125)}, "what the trainer returned, less theirs"
     assert {(row["reward"], *row["advantages"]) for row in training} == {(0.0, -1.0), (1.0, 1.0)}
     assert {row["staleness"] for row in training} == {0}
-
-
-async def test_so_many_responses_of_a_step_are_shown_as_was_asked_for(tmp_path: Path) -> None:
-    config = make_config(num_steps=2)
-    loop = Loop(tmp_path, replace(config, run=replace(config.run, samples_per_step=2)))
-    await loop.run()
-    samples = [json.loads(line) for line in loop.folder.samples.read_text().splitlines()]
-    assert [row["step"] for row in samples if row["kind"] == "training"] == [1, 1, 2, 2]
-    assert [sum(one.is_shown for one in trained) for _, trained in loop.trainer.trained] == [2, 2]
-
-
-async def test_a_row_has_the_longest_of_the_recoveries_since_the_one_before_it(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=1))
-    controller = await loop.run()
-    recoveries = controller.services.supervisor.roster.recoveries
-    told = ("rollout/recoveries", "rollout/down_s", "rollout/recovery_read_s")
-    recoveries += [Recovery("a", 5.0, 1.5), Recovery("b", 7.0, 0.5), Recovery("c", 6.0, None)]
-    counts = controller._counts()
-    assert [counts[name] for name in told] == [3, 7.0, 1.5]
-    recoveries.append(Recovery("d", 2.0, None))
-    counts = controller._counts()
-    assert [counts[name] for name in told] == [1, 2.0, None]
-
-
-async def test_every_step_has_a_timeline_of_trainer_workers_and_rewards(tmp_path: Path) -> None:
-    """Each of 4 batches is 3 groups, and the evaluations are 2 groups each, of which step 0 has one."""
-    loop = Loop(tmp_path, make_config(num_steps=4))
-    before = time.time()
-    await loop.run()
-    rows = read_rows(loop.folder.timeline)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert all(before - 0.01 <= row["from"] <= row["to"] <= time.time() + 0.01 for row in rows)
-    for row in rows[1:]:
-        of_trainer = [what for who, what, *_ in row["spans"] if who == "trainer"]
-        assert of_trainer[:4] == ["wait for rollouts", "forward and backward", "optimizer", "publish"]
-        assert of_trainer[4:] == (["wait for the evaluation"] if row["step"] == 4 else [])
-        assert (row["publish"]["version"], len(row["publish"]["replicas"])) == (row["step"], 2)
-        assert all(begin <= end <= row["to"] - row["from"] + 0.01 for _, _, begin, end, _ in row["spans"])
-    sampled = [span for row in rows for span in row["spans"] if span[1] == "sample"]
-    judged = [span for row in rows for span in row["spans"] if span[1] == "judge"]
-    assert len(sampled) == len(judged) == 4 * 3 + 2 * 2
-    assert {who for who, *_ in sampled} == {"rollout-0", "rollout-1"}
-    assert sorted(prompt for *_, prompt in sampled) == sorted([*range(12), 1000, 1001, 1000, 1001])
 
 
 @pytest.mark.parametrize("num_ranks", [4, 9])
@@ -241,25 +195,6 @@ async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpo
         await loop.run()
     assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
     assert [row["step"] for row in loop.rows] == [0, 1, 2]
-
-
-async def test_what_a_reward_gave_and_what_its_judge_cost_is_in_the_rows(tmp_path: Path) -> None:
-    """Two steps of 3 groups of 2, of which one is right: the reward style is half of 0 or 1. Two held-out prompts are
-    judged before the first step.
-    """
-    config = make_config(num_steps=2)
-    loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=1)))
-    loop.rewards.requests = 0
-    await loop.run()
-    assert [row["reward/style_mean"] for row in loop.rows] == [None, 0.25, 0.25]
-    assert [row["reward/style_failures"] for row in loop.rows] == [None, 0, 0]
-    assert [row["eval/style_mean"] for row in loop.rows] == [0.0, 0.0, 0.0]
-    asked = [row["reward/style_requests"] for row in loop.rows]
-    assert asked[0] is None
-    assert sum(asked[1:]) <= loop.controller.sampler.num_generated * 2
-    assert asked[1] >= 3 * 2 + 2
-    shown = [json.loads(line)["parts"] for line in loop.folder.samples.read_text().splitlines()]
-    assert {"style": 0.0} in shown
 
 
 async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path) -> None:
