@@ -15,7 +15,7 @@ from slipstream.conf.failures import in_daemon_thread
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunSection
-from slipstream.orchestrator.checkpoints import checkpoint_uploads, object_store
+from slipstream.orchestrator.checkpoints import checkpoint_uploads
 from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
 from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
@@ -223,41 +223,6 @@ def test_what_was_sent_may_go_from_the_disk(
     uploads.close()
 
 
-def test_a_store_that_says_nothing_is_named(remote: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = threading.Event()
-
-    def hangs(files: LocalFileSystem, path: str) -> bool:
-        answers.wait(30)
-        return False
-
-    monkeypatch.setattr(LocalFileSystem, "exists", hangs)
-    monkeypatch.setattr(object_store, "ANSWER_S", 0.01)
-    with pytest.raises(ObjectStoreError, match=r"store/run-1 has not answered within 0 s"):
-        remote.text("config.yaml")
-    answers.set()
-    monkeypatch.setattr(object_store, "ANSWER_S", 30)
-    assert remote.text("config.yaml") is None
-
-
-@pytest.mark.parametrize(
-    ("error", "cure"),
-    [
-        (
-            PermissionError("denied"),
-            "PermissionError: denied; its credentials must be allowed to list, read, write and",
-        ),
-        (FileNotFoundError("none"), "FileNotFoundError: none; a run makes no bucket"),
-        (OSError("the network is away"), "OSError: the network is away$"),
-    ],
-)
-def test_what_a_driver_raises_is_told_with_what_to_do(
-    error: OSError, cure: str, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LocalFileSystem, "exists", Mock(side_effect=error))
-    with pytest.raises(ObjectStoreError, match=rf"store/run-1 cannot be read \(config\.yaml\): {cure}"):
-        remote.text("config.yaml")
-
-
 def test_a_checkpoint_that_is_there_is_said_to_be_there_although_older_ones_cannot_be_removed(
     checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,14 +318,6 @@ def test_a_resume_on_another_machine_has_the_best_checkpoint_too(
     assert step_of(store.to_resume("x")) == 3
     assert [step_of(path) for path in complete_checkpoints(store.folder)] == ([1, 3] if best == 1 else [3])
     assert not list(store.folder.glob(".step-*"))
-
-
-def test_a_manifest_that_names_files_elsewhere_is_refused(remote: ObjectStore, tmp_path: Path) -> None:
-    folder = tmp_path / "store" / "run-1" / "step-000001"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(json.dumps({"files": {"../../secret": {}}}))
-    with pytest.raises(ObjectStoreError, match="outside of its folder"):
-        remote.take(1, tmp_path / "here")
 
 
 def test_resume_takes_a_url(
