@@ -220,6 +220,13 @@ def test_a_tampered_wire_part_is_refused():
             rank_plan_from_wire(wire)
 
 
+@pytest.mark.parametrize("field", ["tasks", "rank"])
+def test_a_rank_does_not_take_another_rank_s_tasks_of_the_same_plan(field):
+    plan = build_plan(*small_system(), max_task_bytes=1 << 20)
+    with pytest.raises(PlanError, match="differ"):
+        rank_plan_from_wire(plan.to_wire(0) | {field: plan.to_wire(1)[field]})
+
+
 def test_rows_helper_is_row_major():
     for shape in itertools.product((1, 2, 3), repeat=3):
         assert rows(shape) == tuple(s // 8 for s in np.empty(shape, dtype=np.int64).strides)

@@ -7,7 +7,16 @@ from collections import Counter
 from cases.plans import PROPERTY, all_tasks, small_system
 from hypothesis import given, strategies as st
 
-from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
+from slipstream.weight_sync.layout import (
+    DestLayout,
+    Load,
+    Param,
+    PostLoad,
+    Region,
+    SourceLayout,
+    SourceShard,
+    TensorMeta,
+)
 from slipstream.weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
 from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES
 from slipstream.weight_sync.plan.tasks import MESH_GROUPS
@@ -238,3 +247,14 @@ def test_a_rank_with_nothing_to_send_has_an_empty_part():
     sources, replicas = small_system()
     plan = build_plan([*sources, dataclasses.replace(sources[0], rank=2, shards=())], replicas, max_task_bytes=1 << 20)
     assert rank_plan_from_wire(plan.to_wire(2)).tasks == ()
+
+
+def test_ranks_with_nothing_to_send_or_to_receive_count_in_the_balance():
+    sources, ((layout,),) = own_tensors([12, 4], num_dests=1)
+    idle_source = dataclasses.replace(sources[0], rank=2, shards=())
+    idle_engine_rank = DestLayout(1, (Param("d", (4,), "float32", PostLoad.derived),), ())
+    summary = build_plan([*sources, idle_source], [[layout, idle_engine_rank]], max_task_bytes=1 << 20).summary()
+    assert summary.sent_bytes == {0: 48, 1: 16, 2: 0}
+    assert summary.send_balance == 2.25  # 48 over a mean of 64 / 3
+    assert summary.received_bytes == {(0, 0): 64, (0, 1): 0}
+    assert summary.receive_balance == 2.0  # 64 over a mean of 64 / 2
