@@ -22,11 +22,18 @@ from slipstream.weight_sync.api import register_tensors
 from slipstream.weight_sync.errors import PlanError, ProtocolError
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
 from slipstream.weight_sync.publish import byte_collectives
-from slipstream.weight_sync.publish.byte_collectives import gather_bytes
+from slipstream.weight_sync.publish.byte_collectives import (
+    all_gather_bytes,
+    broadcast_bytes,
+    gather_bytes,
+    scatter_bytes,
+)
 from slipstream.weight_sync.publish.collectives import Meeting, values
 from slipstream.weight_sync.typed_msgpack import Sent, unpack
 
 NUM_RANKS = 3
+OF_RANKS = [b"a", b"", b"abc"]
+"""A message of each rank, all of different lengths."""
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "slipstream.weight_sync.publish.collectives"])
 
@@ -105,6 +112,16 @@ def bytes_that_are_a_pickle(meeting: Meeting) -> Any:
     return Path(MakesFolder.path).exists()
 
 
+def bytes_of_different_lengths(meeting: Meeting) -> Any:
+    group = dist.group.WORLD
+    return (
+        broadcast_bytes(OF_RANKS[meeting.rank], group),
+        scatter_bytes(OF_RANKS, group),
+        gather_bytes(OF_RANKS[meeting.rank], group),
+        all_gather_bytes(OF_RANKS[meeting.rank], group),
+    )
+
+
 def a_message_over_the_limit(meeting: Meeting) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_collectives, "MAX_BYTES", 1000)
@@ -149,6 +166,10 @@ CASES: list[tuple[Callable[[Meeting], Any], list[Any]]] = [
     ),
     (tensors_of_all, [["w0", "w1", "w2"]] * 3),
     (bytes_that_are_a_pickle, [False] * 3),
+    (
+        bytes_of_different_lengths,
+        [(b"a", own, OF_RANKS if rank == 0 else [], OF_RANKS) for rank, own in enumerate(OF_RANKS)],
+    ),
     (a_message_over_the_limit, [f"ProtocolError: {TOO_LONG}"] * 3),
     (a_value_that_cannot_be_sent, [f"WeightSyncError: trainer rank 1: {UNSENDABLE}"] * 3),
     (layouts_of_all, [True, None, None]),

@@ -59,6 +59,12 @@ def test_what_is_expected_survives_the_wire(entries, has_hashes, is_as_planned):
     assert planned.read(unpack(Expected, pack(said))) == (counts, hashes if has_hashes else None)
 
 
+def test_a_parameter_that_was_sent_twice_does_not_hide_one_that_was_not_sent() -> None:
+    planned = Planned.of({"a": 4, "b": 4, "c": 8})
+    said = planned.write(np.array([8, 0, 8], np.int64), None)
+    assert planned.read(said) == ([8, 0, 8], None)
+
+
 SIZES = st.lists(st.tuples(st.text(max_size=2), st.integers(0, 2)), max_size=4).map(dict)
 
 
