@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.publish import committed
+from fakes.publish import DictSource, committed
 from fakes.publish_world import World
 
 from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError
@@ -48,6 +48,20 @@ def test_a_plan_made_for_expected_layouts_serves_those_engines_and_no_others(
     still = [thread.name for thread in threading.enumerate()]
     assert still.count("weight-sync-control") == names.count("weight-sync-control"), "the first ones are closed"
     assert committed(world.publisher.publish(1)) == [True, True]
+
+
+def test_a_plan_made_anew_has_the_digests_of_the_base_for_its_own_engine_ranks(
+    make_world: Callable[..., World],
+) -> None:
+    world, base = make_world(2), DictSource(0, num_ranks=1)
+    world.publisher._base, bases = base, world.publisher._rank0._bases
+    world.connect()
+    world.connect()  # again, to the same engines
+    assert base.num_ends == 1 and bases.frozen.keys() == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    world.engines.pop()
+    world.endpoints.pop().close()
+    world.connect()
+    assert base.num_ends == 2 and bases.frozen.keys() == {(0, 0), (0, 1)}
 
 
 def test_connect_names_a_replica_that_is_not_there(make_world: Callable[..., World]) -> None:
