@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY
 from fakes.trainer import publish_report
 
@@ -23,7 +24,9 @@ from slipstream.weight_sync.layout import (
     TensorMeta,
 )
 from slipstream.weight_sync.pipeline.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
+from slipstream.weight_sync.pipeline.packing import Packet
 from slipstream.weight_sync.pipeline.sums import Places, Sums
+from slipstream.weight_sync.plan.tasks import Task
 from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
 from slipstream.weight_sync.publish.costs import MIN_BYTES, Costs
 from slipstream.weight_sync.publish.rank0 import Rank0
@@ -184,6 +187,25 @@ def test_a_load_that_no_stream_fits_is_not_marked_for_some_publishes() -> None:
     assert all(second for _, second, _ in said), "one fitted"
     slots.was_asked[1] = True
     assert not worth()[1], "that was for one publish"
+
+
+def test_what_changed_and_what_was_compared_are_counted_in_elements_of_what_may_go_as_a_stream() -> None:
+    """Every second element of all is marked; the last packet is of a type that is not compared."""
+    tasks = [Task("", 0, 0, 0, "w", 0, size, dtype, ()) for size, dtype in ((64, "bfloat16"), (128, "bfloat16"))]
+    tasks.append(replace(tasks[0], dtype="float32"))
+    packets = [Packet(place, (task,)) for place, task in zip((0, 64, 192), tasks)]
+    slots = ChangeSlots(
+        [(packets, lambda _, marks: lambda: marks[::2].fill_(1))] * 2,
+        list(torch.zeros(2, 256, dtype=torch.uint8)),
+        np.ones(1, np.bool_),
+        MemoryTransport(MemoryFabric()),
+    )
+    for loads in ((0,), (0, 1)):
+        slots.begin()
+        for load in loads:
+            slots.fill(load, load)
+            slots.pack(load, load)
+        assert slots.found() == (len(loads) * (16 + 32), len(loads) * (32 + 64))
 
 
 def test_parts_and_flags_of_ranks_are_one_after_the_other() -> None:
