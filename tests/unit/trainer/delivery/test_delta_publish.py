@@ -51,6 +51,15 @@ def held_bytes(slots: Slots) -> int:
     return sum(one.nbytes for one in tensors) + slots._hash_scratch_bytes
 
 
+def test_staging_and_streams_that_are_given_up_are_not_registered_any_more(make_world):
+    world = make_world()
+    world.publish()
+    pipeline = world.rank.delivery._publisher._pipeline
+    assert pipeline._slots.changes is not None and len(pipeline._transport.registered) == 2
+    world.rank.delivery._publisher.release()
+    assert pipeline._transport.registered == []
+
+
 def test_changes_are_sent_also_where_staging_was_given_up_since(make_world):
     world = make_world()
     world.publish()
