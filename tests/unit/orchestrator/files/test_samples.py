@@ -4,6 +4,7 @@ whatever became of it.
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,27 @@ def test_a_step_takes_its_bytes_at_most(tmp_path: Path) -> None:
     assert 4000 < folder.samples.stat().st_size <= 8000
     assert [row["kind"] for row in rows_of(folder)] == ["training"] * 3 + ["held-out"] * 3
     assert [bool(row.get("cut")) for row in rows_of(folder)] == [True] * 3 + [False] * 3
+
+
+def test_a_step_whose_rows_are_all_too_long_takes_its_bytes_at_most(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    log = SampleLog(folder, after_step=0, most=9, most_bytes=30_000)
+    log.write(1, 1, [group(num_tokens=4000)] * 9, [], {})
+    log.close()
+    assert len(rows_of(folder)) == 9 and folder.samples.stat().st_size <= 30_000
+
+
+def test_a_text_that_lost_its_middle_says_how_much_of_it_is_left_out() -> None:
+    """However often it was halved until the row fitted; the row itself keeps its texts."""
+    turns = (Turn(None, [1], 2, given="g" * 9000, said="s" * 7000), Turn(0, [1], 1, given="h" * 5000, said="t" * 3000))
+    rollout = Rollout([5, 6, 7], [-1.0] * 3, [4] * 3, "r" * 8000, "stop", turns=turns)
+    row = sample_row(1, 1, "training", (0, 0), Group(Prompt(3, (1,), "p" * 6000), [rollout], [1.0]), None)
+    whole, short = json.dumps(row), json.loads(fitted(row, 5000))
+    assert json.dumps(row) == whole
+    texts = [(one[name], found[name]) for one, found in zip(row["turns"], short["turns"]) for name in ("given", "said")]
+    for text, found in [*texts, *((row[name], short[name]) for name in ("prompt", "response"))]:
+        start, num_left_out, end = re.fullmatch(r"(\w+)\n\[\.\.\. (\d+) characters .*\]\n(\w+)", found).groups()
+        assert len(start) + int(num_left_out) + len(end) == len(text)
 
 
 NOTHING = np.zeros(0, ENTRY)
