@@ -30,6 +30,9 @@ def number(tokens, algorithm):
 def nan_where_far(tokens, algorithm):
     return clipped(tokens, algorithm) + (tokens.log_ratio_N.detach() - 5).clamp(min=0).log().exp() * float("nan")
 
+def infinite_where_far(tokens, algorithm):
+    return clipped(tokens, algorithm) + (5 - tokens.log_ratio_N.detach()).clamp(min=0).log()
+
 def frozen(tokens, algorithm):
     return clipped(tokens, algorithm).detach()
 
@@ -74,6 +77,7 @@ def test_a_function_of_the_users_own_is_the_loss(path):
         ("mean", r"returned a tensor of shape \(\), not one loss for each of 7 tokens"),
         ("number", "returned float, not one loss for each of 7 tokens"),
         ("nan_where_far", "returned nan for token 0 of 7, with log-probability -0.1, denominator -0.1 and advantage 1"),
+        ("infinite_where_far", "returned -inf for token 6 of 7, with log-probability -1, denominator -9"),
         ("frozen", "without a gradient: they must depend on tokens.logprobs_N"),
         ("raises", "raised AttributeError: .*no_such_field"),
         ("refers", "raised TypeError: .*NoneType"),  # there is no reference without kl_coef
