@@ -249,7 +249,7 @@ def checks_of(run: Path, *, is_policy: bool) -> dict[str, Any]:
     updates = accumulate(0 if row["optim/skipped"] else 1 for row in rows[1:])  # without a sample left there is none
     found["versions_as_updates"] = [row["policy_version"] for row in rows] == [0, *updates]
     found["steps_without_update"] = sum(row["optim/skipped"] or 0 for row in rows)
-    # Of tokens of the version that is trained: where samples are always older, few steps have one.
+    # k3 of tokens of the version that is trained: where samples are always older, few steps have one.
     mismatches = [row["parity/k3"] for row in rows[1:] if not row["optim/skipped"] and row["parity/k3"] is not None]
     algorithm = saved_options(run)["algorithm"]
     # Engines on GPUs and bfloat16 have a mismatch of their own; a wrong version is far above it, and above 1e-3.

@@ -22,7 +22,7 @@ from typing import Any
 from slipstream.rollout.types import ABORTED, Rollout
 
 MOST_TOKENS = 4_000_000
-"""Of results that are kept. With the routes of 48 layers and 8 experts they take some 2 GB."""
+"""The most that results may have which are kept. With the routes of 48 layers and 8 experts that is some 2 GB."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class _Group:
     asked: bytes
     task: asyncio.Task[list[Rollout]]
     num_tokens: int = 0
-    """Of its result, once a controller had it."""
+    """Tokens of its result, once a controller had it."""
 
 
 class KeptGroups:
@@ -47,7 +47,7 @@ class KeptGroups:
         self._own: deque[_Group] = deque()
         """Asked for by the controller that is there, oldest first."""
         self._num_tokens = 0
-        """Of their results."""
+        """Tokens of their results."""
         self._left: dict[bytes, list[_Group]] = {}
         """Asked for by those before, and not by a later one."""
         self._left_at = -1

@@ -16,7 +16,7 @@ from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.machine import nearest_existing
 
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.ENOENT)
-"""Of a folder that takes no other file: somebody else's, read-only, with a file that a container mounts, a system's."""
+"""Errors of a folder that takes no other file: somebody else's, read-only, one that a container mounts a file in."""
 
 
 class Figure(Protocol):

@@ -309,7 +309,7 @@ def test_a_resume_goes_on_from_the_newest_whole_checkpoint_of_both_places(
 def test_a_resume_on_another_machine_has_the_best_checkpoint_too(
     best: int | None, remote: ObjectStore, tmp_path: Path
 ) -> None:
-    """Of step 1; that of step 2 is damaged, the newest one is fetched once, and there is none of step 9."""
+    """That of step 1 is read; step 2 has a damaged one, the newest is fetched once, and there is none of step 9."""
     sent = fill(tmp_path / "sent", {}, b"there", {1: True, 2: False, 3: True})
     (sent.folder / "best.json").write_text(json.dumps({"step": best}))
     for step in (1, 2, 3):

@@ -14,7 +14,7 @@ def user(text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_a_plain_prompt_goes_on_from_the_longest_of_the_turns_that_it_begins_with(as_tokens: bool) -> None:
-    """Of five turns, three are prefixes of it, the longest neither the first nor the last."""
+    """Three of five turns are prefixes of it, the longest neither the first nor the last."""
     chat = FakeChatText("llama3")
     tree = TokenTree(chat)
 

@@ -44,7 +44,7 @@ def test_engines_hold_every_byte_of_each_version_and_get_fewer(make_world, water
 
 
 def held_bytes(slots: Slots) -> int:
-    """Of tensors on the trainer's device, and the scratch of hashing."""
+    """Memory of tensors on the trainer's device, and the scratch of hashing."""
     members = [vars(owner) for owner in (slots, slots.changes)]
     tensors = [one for names in members for name, one in names.items() if "_host" not in name and torch.is_tensor(one)]
     assert slots._hash_scratch_bytes is not None

@@ -265,7 +265,7 @@ def test_weights_have_the_format_that_was_asked_for_also_of_recorded_experts(kin
 
 
 def test_the_gradient_of_gemmas_factors_of_experts_is_added_up_in_float32():
-    """Of a thousand tokens: in bfloat16 a sum would stand still long before."""
+    """The sum of a thousand tokens: in bfloat16 a sum would stand still long before."""
     router, x = router_of("gemma", torch.bfloat16)
     wide, _ = router_of("gemma")
     wide.load_state_dict(router.state_dict())

@@ -124,7 +124,7 @@ def test_of_changes_only_what_changed_is_sent_and_what_takes_none_goes_whole_onc
 
 @pytest.mark.parametrize(("seed", "lost"), [(0, set()), (1, set()), (2, {0}), (3, {1})])
 def test_of_what_was_sent_ahead_only_what_is_left_is_packed_and_written_and_counted(seed: int, lost: set[int]) -> None:
-    """Of some loads everything is there at both engine ranks, of others at one, or of some packets; and a slot may be
+    """Some loads are there whole at both engine ranks, others at one, or some packets of them; and a slot may be
     lost by then to a write that failed ahead."""
     world, draw = World(), np.random.default_rng(seed)
     slots = world.pipeline._slots
