@@ -184,18 +184,20 @@ def test_an_engine_ends_with_its_worker_while_it_starts(folder: str, node: subpr
     """vLLM's process would wait five minutes for the worker that forked it."""
     address, server = ask(node)
     with program(CALLER, folder, address, "engine") as caller:
-        while not (forked := [child for child in psutil.Process(server).children(recursive=True) if is_engine(child)]):
+        while not (engines := [child for child in psutil.Process(server).children(recursive=True) if is_engine(child)]):
             assert caller.poll() is None
-        (engine,) = forked
+        (engine,) = engines
         engine.parent().kill()
         wait_for_end([engine.pid])
         assert caller.wait(TIMEOUT_S) == 1
 
 
 def is_engine(process: psutil.Process) -> bool:
-    """Whether it was forked from a worker, and is no program of its own as what watches others is."""
+    """By its title. A program that a worker starts has the worker's title until it is executed, and an engine's the
+    engine's."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.parent().cmdline()[:1] == ["slipstream::rollout-7"] and "-I" not in process.cmdline()
+        titles = process.parent().cmdline()[:1], process.cmdline()[:1]
+        return titles == (["slipstream::rollout-7"], ["VLLM::EngineCore"])
     return False
 
 
