@@ -56,5 +56,7 @@ def test_alerts_name_metrics_that_exist() -> None:
     for rule in rules:
         named = set(re.findall(r"ray_slipstream_\w+", rule["expr"]))
         assert named and named <= GAUGES, rule["alert"]
+    (missing,) = (rule["expr"] for rule in rules if rule["alert"] == "SlipstreamWorkerDown")
+    assert gauge("rollout/replicas_wanted") in missing, "a run that was told to have fewer workers lacks none"
     if promtool := shutil.which("promtool"):
         subprocess.run([promtool, "test", "rules", str(FOLDER / "alerts_test.yml")], check=True)
