@@ -21,6 +21,7 @@ from slipstream.conf.options import (
     section_docs,
     show,
 )
+from slipstream.conf.plural import counted
 
 
 def options(config_dir: Path | None = None) -> str:
@@ -65,7 +66,7 @@ def _sections() -> str:
     lines = ["sections: options, set with SECTION.OPTION=VALUE, listed by --help SECTION"]
     for section, doc in section_docs().items():
         count = sum(option.name.rpartition(".")[0] == section for option in flat_options())
-        lines.append(_wrap(f"{doc} ({count} options)", f"  {section:<18}"))
+        lines.append(_wrap(f"{doc} ({counted(count, 'option')})", f"  {section:<18}"))
     return "\n".join(lines)
 
 

@@ -66,8 +66,8 @@ slipstream resume RUN|URL [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run]
 
 Goes on with the run in the folder RUN, with the options that it had: with its trainer ranks and engines, if its command
 was killed and they are alive, or from its newest checkpoint that is whole. Rows of metrics.jsonl, logs and curves
-continue. A damaged checkpoint is named and put aside. Options that a checkpoint does not
-depend on may be changed: a learning rate, the number of steps or of rollout workers.
+continue. A damaged checkpoint is named and put aside. Options that a checkpoint does not depend on may be changed: a
+learning rate, the number of steps or of rollout workers.
 
 examples
   slipstream resume runs/latest

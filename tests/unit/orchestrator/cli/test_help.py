@@ -45,7 +45,9 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_help_names_every_group_choice_and_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
-    words = capsys.readouterr().out.split()
+    out = capsys.readouterr().out
+    assert not re.search(r"\(1\s+options\)", out)
+    words = out.split()
     for group in GROUPS:
         assert group in words
         assert all(choice.name in words for choice in group_choices(group))
