@@ -1,16 +1,20 @@
 """Controls of experiments: what a run must not learn from.
 
 slipstream train ... algorithm.advantage=bench/controls.py:shuffled
-python -m bench.controls train ...        the same command, but engines keep version 0
+python -m bench.controls train ...        the same command, but engines keep version 0, however old it is; not resumed
 """
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from slipstream.orchestrator.files.step_rows import StepRecord
+from slipstream.orchestrator.loop import controller
 from slipstream.orchestrator.loop.advantages import batch_advantages
+from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer
 from slipstream.rollout.types import Group
 
 SHUFFLED = f"algorithm.advantage={Path(__file__).resolve()}:shuffled"
@@ -32,9 +36,26 @@ def _permuted(advantages: list[float | None]) -> list[float | None]:
     return [None if one is None else next(known) for one in advantages]
 
 
+class AgelessBuffer(GroupBuffer):
+    """Lets groups be as old as they are: all are of version 0."""
+
+    async def take_batch(self, policy_version: int) -> Batch:
+        batch = await super().take_batch(0)
+        return replace(batch, staleness_steps=[group.staleness_steps(policy_version) for group in batch.groups])
+
+
+class UnpublishedController(controller.Controller):
+    """Publishes version 0, before the first step, and no other."""
+
+    async def _publish_into(self, record: StepRecord) -> None:
+        pass
+
+
 if __name__ == "__main__":
-    from slipstream.conf.schema import WeightSyncConfig
+    from slipstream.orchestrator import reinforcement
     from slipstream.orchestrator.cli.main import main
 
-    WeightSyncConfig.enabled = False
-    sys.exit(main())
+    controller.GroupBuffer = AgelessBuffer
+    reinforcement.Controller = UnpublishedController
+    # A worker that came back would get the trainer's version.
+    sys.exit(main([*sys.argv[1:], "rollout.max_restarts=0"]))

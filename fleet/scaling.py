@@ -188,7 +188,6 @@ class Scaling:
 
     async def _add(self, num_more: int) -> list[str]:
         """Start workers, whose room is where Ray finds it: all of them, or none."""
-        self._require_weights()
         chosen = self._chosen(num_more, (ReplicaState.gone, ReplicaState.out))
         await self._make_room(dict.fromkeys(one.name for one in chosen))
         return self._begin(chosen)
@@ -196,7 +195,6 @@ class Scaling:
     async def _add_by_command(self, num_more: int) -> list[str]:
         """Start as many of them as there is room for now, on any machine."""
         assert self._look is not None
-        self._require_weights()
         self._shunned &= self._taken
         states = (ReplicaState.gone, ReplicaState.out)
         lines = await self._add_where_room_is(await self._look(), num_more, states, self._taken)
@@ -221,12 +219,6 @@ class Scaling:
         if where:
             await self._make_room(where)
         return self._begin(chosen)
-
-    def _require_weights(self) -> None:
-        if not self._starts.are_possible:
-            raise FleetRefusal(
-                "this run publishes no weights (weight_sync.enabled=false): a further worker would get none"
-            )
 
     def _chosen(self, num: int, states: Sequence[ReplicaState], first: Collection[str] = ()) -> list[Replica]:
         """So many replicas to start: those in these states, among them `first` before others, then new ones."""
@@ -266,7 +258,7 @@ class Scaling:
             await self._hand_over(replica)
         replica.left.set()
         others_serve = any(other.is_wanted for other in roster.replicas.values())
-        is_last = self._starts.are_possible and not is_lost and not others_serve
+        is_last = not is_lost and not others_serve
         if not is_last:
             await self._starts.close_links_to(replica)
             await self._ended(replica)

@@ -40,7 +40,6 @@ class Starts:
 
     Args:
         restart: ends what is left of the worker of this name, if there was one, and starts it with dummy weights.
-            None: no worker can be started.
         when_up: told of every worker whose process has come up.
         failed: told of a worker that came up and failed before it served, and why.
         max_restarts: attempts per worker; one that was asked for has at least one.
@@ -51,7 +50,7 @@ class Starts:
     def __init__(
         self,
         roster: Roster,
-        restart: Callable[[str], Awaitable[RolloutHandle]] | None,
+        restart: Callable[[str], Awaitable[RolloutHandle]],
         *,
         when_up: Callable[[Replica], None],
         failed: Callable[[Replica, str], Awaitable[None]],
@@ -61,7 +60,7 @@ class Starts:
     ) -> None:
         self.num_restarts = 0
         """Workers started again, over all replicas."""
-        self.max_restarts = max_restarts if restart is not None else 0
+        self.max_restarts = max_restarts
         self.num_closing = 0
         """Dead workers whose readers are closing their links just now."""
         self._roster = roster
@@ -72,11 +71,6 @@ class Starts:
         self._timeout_s = timeout_s
         self._under_way: dict[str, asyncio.Task[None]] = {}
         """By the replica's name."""
-
-    @property
-    def are_possible(self) -> bool:
-        """Whether this run can start workers at all."""
-        return self._restart is not None
 
     def start(self, replica: Replica, *, is_asked_for: bool = False) -> None:
         """Start a worker, and fill it when it is up. One that is asked for is tried however often it has failed."""
@@ -126,7 +120,6 @@ class Starts:
 
     async def _bring_back(self, replica: Replica, most: int) -> None:
         """Restart a worker until it is up, then fill it."""
-        assert self._restart is not None
         num_failed = 0
         while replica.num_restarts < most:
             if num_failed:

@@ -44,7 +44,7 @@ class Supervisor:
 
     Args:
         workers: in the order of the endpoints that the publisher was given; None: that one has gone.
-        restart, max_restarts, backoff_s, recovery_timeout_s: starts.py. Without `restart`, failed workers stay out.
+        restart, max_restarts, backoff_s, recovery_timeout_s: starts.py.
         make_room, end, look, bounds: scaling.py.
         max_missed_publishes: publishes in a row that may fail on a replica before it is out. More than 0 only in
             adapter mode, where a replica goes on serving the version before; the buffer judges its samples' age.
@@ -55,7 +55,7 @@ class Supervisor:
         self,
         workers: Sequence[RolloutHandle | None],
         *,
-        restart: Callable[[str], Awaitable[RolloutHandle]] | None = None,
+        restart: Callable[[str], Awaitable[RolloutHandle]],
         make_room: MakeRoom = _done,
         end: Callable[[str], Awaitable[None]] = _done,
         look: Callable[[], Awaitable[Room]] | None = None,
@@ -191,8 +191,6 @@ class Supervisor:
         Returns:
             What will happen, for people.
         """
-        if not self.starts.are_possible:
-            return "this run does not restart workers: nothing was done"
         replica = self.roster.replicas[name]
         if replica.state is ReplicaState.starting:
             return f"{replica.process} is being restarted already"

@@ -75,9 +75,8 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
         router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, note=activities.note)
         if episodes is not None:
             episodes.sample_with(router.generate)
-        # Processes of our own Ray wait for another controller when theirs is killed; engines without publishes could
-        # not be brought to one version again.
-        outlives = ray.own if config.weight_sync.enabled and config.run.num_steps > 0 else None
+        # Processes of our own Ray wait for another controller when theirs is killed.
+        outlives = ray.own if config.run.num_steps > 0 else None
         services = LoopServices(
             trainer=cluster.trainer,
             supervisor=supervisor,
@@ -193,8 +192,7 @@ def _supervisor(
     is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
     supervisor = Supervisor(
         cluster.workers,
-        # Without publishes a worker that comes back would never get the version that the others sample from.
-        restart=cluster.restart_worker if config.weight_sync.enabled else None,
+        restart=cluster.restart_worker,
         make_room=cluster.rooms.make,
         end=cluster.end_worker,
         look=cluster.rooms.look if config.rollout.follows_machines else None,

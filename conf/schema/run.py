@@ -173,9 +173,9 @@ class RunConfig:
     @property
     def reads_initial_adapter(self) -> bool:
         """Whether trainer.lora.init_from is read. A checkpoint has what training made of it, so that a resumed run
-        needs it for a reference alone, or for engines that keep version 0."""
+        needs it for a reference alone."""
         is_given = self.trainer.mode is TrainMode.lora and self.trainer.lora.init_from is not None
-        is_needed = self.run.resume is None or self.algorithm.needs_reference or not self.weight_sync.enabled
+        is_needed = self.run.resume is None or self.algorithm.needs_reference
         return is_given and is_needed
 
     @property

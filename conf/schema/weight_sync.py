@@ -64,9 +64,6 @@ class RemoteMerge(StrEnum):
 class WeightSyncConfig:
     """How new weights get from trainer ranks into running engines."""
 
-    enabled: ClassVar[bool] = True
-    """False: only version 0 is published, no worker is restarted, and no bound on staleness holds: a control that must
-    not learn (bench/controls.py)."""
     mode: SyncMode = SyncMode.merged
     """merged: W + (alpha / rank) * B @ A replaces the weights of the paused engine. adapter: the base is sent once
     (INT4: engines load it from model.path), then only A and B, into a free slot of the engine, which is never paused;

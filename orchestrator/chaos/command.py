@@ -214,8 +214,6 @@ def _check_moments(when: Sequence[Moment], saved: JsonObject, folder: RunFolder)
     for moment in when:
         if moment in with_engines and objective != Objective.policy:
             raise ConfigError(f"--when {moment}: the run is of algorithm={objective}, it has no rollout workers")
-        if moment in (Moment.publish, Moment.verify) and not saved.get("weight_sync", {}).get("enabled", True):
-            raise ConfigError(f"--when {moment}: the run publishes nothing (weight_sync.enabled=false)")
         if moment is Moment.checkpoint and not run.get("checkpoint_every_steps"):
             raise ConfigError("--when checkpoint: the run writes none before its end (run.checkpoint_every_steps=0)")
         if moment is Moment.start and RunWatch(folder).step >= 0 and not folder.starting.exists():

@@ -38,7 +38,7 @@ def fingerprint(config: RunConfig) -> JsonObject:
             "data.drop_too_long": config.data.drop_too_long or None,
             "data.curriculum": config.data.order if config.data.order is Order.middling else None,
             "run.seed": config.run.seed,
-            "weight_sync.enabled": config.weight_sync.enabled,
+            "weight_sync.enabled": True,  # as in every checkpoint of a release that had the option
             "parity.replay_routing": config.parity.replay_routing,
         }
     )

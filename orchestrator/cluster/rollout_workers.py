@@ -72,7 +72,7 @@ class RolloutWorkers:
         self.workers: dict[str, RayRolloutWorker] = {}
         """By the name that each had first, without those that have gone; after `start`."""
         self.rooms = rooms
-        may_outlive = run.cluster.is_own and config.weight_sync.enabled and config.run.num_steps > 0
+        may_outlive = run.cluster.is_own and config.run.num_steps > 0
         self._config, self._cluster, self._startup = config, run.cluster, run.startup
         self._is_one_node = run.is_one_node
         self._check_node = check_node

@@ -64,20 +64,11 @@ class GroupBuffer:
         groups_per_step: groups in one batch (P).
         max_staleness_steps: how many batches may be sampled ahead (S).
         num_batches: batches of the whole run; nothing is sampled beyond the last one.
-        enforce_bound: False when weights are deliberately not published; samples then age without limit.
     """
 
-    def __init__(
-        self,
-        groups_per_step: int,
-        max_staleness_steps: int,
-        *,
-        num_batches: int | None = None,
-        enforce_bound: bool = True,
-    ) -> None:
+    def __init__(self, groups_per_step: int, max_staleness_steps: int, *, num_batches: int | None = None) -> None:
         self._groups_per_step = groups_per_step
         self._max_staleness_steps = max_staleness_steps
-        self._enforce_bound = enforce_bound
         self._end = None if num_batches is None else num_batches * groups_per_step
         self._num_ahead = max_staleness_steps
         """Batches that may be sampled ahead at the start of a run, until the first one is taken."""
@@ -155,7 +146,7 @@ class GroupBuffer:
                 if self._failure:
                     raise self._failure
                 staleness = {n: self._groups[n].staleness_steps(policy_version) for n in numbers}
-                too_old = [n for n in numbers if self._enforce_bound and staleness[n] > self._max_staleness_steps]
+                too_old = [n for n in numbers if staleness[n] > self._max_staleness_steps]
                 if not too_old:
                     break
                 for number in too_old:

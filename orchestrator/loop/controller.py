@@ -74,10 +74,7 @@ class Controller(StepLoop):
         super().__init__(config, services)
         self.services = services
         self.buffer = GroupBuffer(
-            config.algorithm.groups_per_step,
-            config.algorithm.max_staleness_steps,
-            num_batches=config.run.num_steps,
-            enforce_bound=config.weight_sync.enabled,
+            config.algorithm.groups_per_step, config.algorithm.max_staleness_steps, num_batches=config.run.num_steps
         )
         self.sampler = Sampler(config, services, self.buffer)
         self._evaluations = Evaluations(config, services, self.sampler)
@@ -108,16 +105,13 @@ class Controller(StepLoop):
 
     async def start(self, resume_from: Path | None) -> None:
         """Bring trainer and replicas to one version: 0, or the checkpoint's. A resumed run has row 0 already."""
-        is_synced = self._config.weight_sync.enabled
-        if resume_from is not None and is_synced:
+        if resume_from is not None:
             await self._load(resume_from)
         started, began = time.monotonic(), time.time()
         report = await self.publish()
         if report.num_committed == 0:  # restarts repair workers, not a set-up in which none ever served
             reasons = "; ".join(f"{replica.endpoint}: {replica.error}" for replica in report.replicas)
             raise NoReplicasLeft(f"no rollout worker adopted version {self.policy_version}, the first one. {reasons}")
-        if resume_from is not None and not is_synced:  # replicas keep version 0, as before
-            await self._load(resume_from)
         if resume_from is None:
             record = StepRecord(self.step, self.policy_version, sync=report)
             await self._fed(self._evaluate_into(record, is_due=True))
@@ -167,7 +161,7 @@ class Controller(StepLoop):
 
     async def _publish_into(self, record: StepRecord) -> None:
         """Where the step made a version."""
-        if record.optim is not None and record.optim.is_finite and self._config.weight_sync.enabled:
+        if record.optim is not None and record.optim.is_finite:
             record.sync = await self.publish()
             self._check_that_weights_moved(record.optim, record.sync)
 

@@ -70,11 +70,16 @@ class FakeFleet:
         await until(lambda: self.states == list(states), every_s=0.001)
 
 
+async def never(name: str) -> FakeWorker:
+    """The restart of workers that are not restarted."""
+    raise AssertionError(f"{name} is restarted")
+
+
 def supervised(num_workers: int = 2) -> tuple[Supervisor, list[FakeWorker]]:
     """A supervisor and its workers, which hold version 0."""
     world = World(committed=[0] * num_workers)
     workers = [FakeWorker(world, i) for i in range(num_workers)]
-    return Supervisor(workers), workers
+    return Supervisor(workers, restart=never), workers
 
 
 async def serve(supervisor: Supervisor) -> None:

@@ -17,7 +17,6 @@ from slipstream.conf.schema import (
     RunConfig,
     RunSection,
     SamplingConfig,
-    WeightSyncConfig,
 )
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
@@ -35,13 +34,6 @@ from slipstream.orchestrator.loop.controller import Controller
 from slipstream.orchestrator.loop.ports import LoopServices
 from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.types import Judgement, Prompt, Rollout, Turn
-
-
-class Unpublished(WeightSyncConfig):
-    """Engines keep version 0."""
-
-    __slots__ = ()
-    enabled = False
 
 
 class FakeRewards:

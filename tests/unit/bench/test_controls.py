@@ -1,8 +1,14 @@
-import numpy as np
+from pathlib import Path
 
-from bench.controls import SHUFFLED, shuffled
+import fakes.loop
+import numpy as np
+import pytest
+from fakes.loop import Loop, make_config
+
+from bench.controls import SHUFFLED, AgelessBuffer, UnpublishedController, shuffled
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import AlgorithmConfig
+from slipstream.orchestrator.loop import controller
 from slipstream.orchestrator.loop.samples import advantage_function
 from slipstream.rollout.types import Group, Prompt, Rollout
 
@@ -25,3 +31,15 @@ def test_the_control_permutes_the_advantages_of_each_group() -> None:
         orders.add(tuple(float(one[0]) for one in found[0]))
     assert len(orders) > 3
     assert [len(of_group) for of_group in shuffled(groups)] == [4, 4]
+
+
+async def test_the_control_that_publishes_nothing_samples_from_version_0_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "GroupBuffer", AgelessBuffer)
+    monkeypatch.setattr(fakes.loop, "Controller", UnpublishedController)
+    loop = Loop(tmp_path, make_config(num_steps=5))
+    await loop.run()
+    assert [entry for entry in loop.world.diary if entry[0] == "publish"] == [("publish", 0)]
+    assert {entry[2] for entry in loop.world.diary if entry[0] == "sample"} == {0}
+    assert [row["staleness/max"] for row in loop.rows[1:]] == [0, 1, 2, 3, 4]

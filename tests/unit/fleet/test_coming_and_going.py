@@ -283,20 +283,6 @@ async def test_what_cannot_be_is_refused_and_nothing_is_done() -> None:
     assert fleet.started == []
 
 
-async def test_a_run_without_publishes_gets_no_further_worker_and_hears_that_its_last_one_went() -> None:
-    async def takes_time(_: str) -> None:
-        await asyncio.sleep(0.01)
-
-    worker = FakeWorker(World(committed=[0]), 0)
-    supervisor = Supervisor([worker], end=takes_time)
-    with pytest.raises(FleetRefusal, match=r"weight_sync\.enabled=false"):
-        await supervisor.scaling.scale(2)
-    waiting = asyncio.create_task(supervisor.roster.least_loaded())
-    worker.told.set()
-    with pytest.raises(NoReplicasLeft, match="it was told to go by SIGTERM"):
-        await asyncio.wait_for(waiting, 5)
-
-
 async def test_workers_that_went_do_not_keep_a_run_waiting_for_those_that_failed() -> None:
     fleet = Fleet(2)
     await fleet.publish(0)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 from fakes.clock import on_jumping_clock
-from fakes.fleet import serve, supervised, until
+from fakes.fleet import never, serve, supervised, until
 from fakes.trainer import outcome
 
 from slipstream.fleet.errors import NoReplicasLeft
@@ -123,7 +123,7 @@ async def publish_without_a_pause(supervisor: Supervisor, *outcomes: ReplicaRepo
 
 async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old() -> None:
     _, workers = supervised(2)
-    supervisor = Supervisor(workers, max_missed_publishes=1)
+    supervisor = Supervisor(workers, restart=never, max_missed_publishes=1)
     await publish_without_a_pause(supervisor, outcome(True), outcome(True))
     await supervisor.hold(pauses=False)
     assert supervisor.roster.num_serving == 2, "nobody is held"
@@ -147,6 +147,6 @@ async def test_a_worker_that_neither_commits_nor_says_why_is_out_with_words_for_
 
 async def test_in_adapter_mode_a_first_publish_that_fails_leaves_nothing_to_serve() -> None:
     _, workers = supervised(1)
-    supervisor = Supervisor(workers, max_missed_publishes=3)
+    supervisor = Supervisor(workers, restart=never, max_missed_publishes=3)
     await publish_without_a_pause(supervisor, outcome(False, "the engine ignores adapters"))
     assert supervisor.roster.out_of_service == ["rollout-0"]

@@ -5,17 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.clock import on_jumping_clock
-from fakes.fleet import until
+from fakes.fleet import supervised, until
 from fakes.restarts import PROMPT, Cast, broken_link, serving, turns
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
-from fakes.world import World
 
 from slipstream.fleet import roster as roster_module
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import ReplicaState
-from slipstream.fleet.supervisor import Supervisor
 
 S = ReplicaState
 E = FleetEvent
@@ -340,10 +338,8 @@ async def test_a_worker_that_is_out_or_starting_fails_once() -> None:
     assert cast.supervisor.roster.out_of_service == ["rollout-0"]
 
 
-async def test_a_run_that_restarts_nobody_says_so() -> None:
-    world = World(committed=[0])
-    supervisor = Supervisor([FakeWorker(world, 0)], max_restarts=3)
-    assert "does not restart workers" in await supervisor.restart_now("rollout-0")
+async def test_the_last_worker_that_failed_is_named() -> None:
+    supervisor, _ = supervised(1)
     await supervisor.fail(supervisor.roster.replicas["rollout-0"], "it died")
     assert supervisor.roster.out_of_service == ["rollout-0"]
     with pytest.raises(NoReplicasLeft, match="rollout-0: it died"):

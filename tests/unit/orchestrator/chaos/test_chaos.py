@@ -233,7 +233,6 @@ def test_bad_input_gets_one_message(
     ("options", "when", "said"),
     [
         ("algorithm: {objective: sft}", "publish", "algorithm=sft, it has no rollout workers"),
-        ("weight_sync: {enabled: false}", "verify", "publishes nothing"),
         ("run: {checkpoint_every_steps: 0}", "checkpoint", "writes none before its end"),
         ("run: {}", "start", "the run has started"),
     ],

@@ -100,7 +100,7 @@ def with_option(section: Any, name: str, value: Any) -> Any:
 
 def test_each_option_that_a_resume_must_not_change_has_a_value_here() -> None:
     listed = {re.sub(r"^(model\.hf_config)\..*", r"\1", name) for name, _ in flatten(fingerprint(PLAIN))}
-    constant = {"weight_sync.enabled"}  # as in every checkpoint of a run whose policy is published
+    constant = {"weight_sync.enabled"}  # as in every checkpoint of a release that had the option
     constant |= {"trainer.lora.attention", "trainer.lora.mlp", "model.init_std"}  # parts of options that are listed
     assert listed - constant == {IN_FINGERPRINT.get(name, name) for name in OTHER}
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fakes.fleet import never
 from fakes.run_folders import MadeUpRun
 
 from slipstream.fleet.supervisor import Supervisor
@@ -86,6 +87,6 @@ async def test_it_is_told_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         take_over(RunFolder(tmp_path))
         await listening
         (tmp_path / "control" / "1.request.json").write_text('{"ask": "recover", "worker": null}')
-        await answer_requests(tmp_path, Supervisor([], restart=None, max_restarts=0, backoff_s=0))
+        await answer_requests(tmp_path, Supervisor([], restart=never))
         assert (tmp_path / "control" / "1.request.json").exists(), "the other one answers"
     assert told == [(os.getpid(), signal.SIGTERM)]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes.loop import Loop, Unpublished, make_config
+from fakes.loop import Loop, make_config
 from fakes.workers import FakeWorker
 
 from slipstream.conf.schema import Relay, WeightSyncConfig
@@ -296,17 +296,6 @@ async def test_restarted_worker_with_another_layout_is_refused_and_the_others_co
     assert loop.rows[-1]["rollout/replicas_serving"] == 1
     assert [row["step"] for row in loop.rows] == list(range(7))
     assert loop.trainer.excluded[-1] == (6, [1])
-
-
-async def test_control_without_publishing_samples_from_version_0_for_ever(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, replace(make_config(num_steps=5), weight_sync=Unpublished()))
-    await loop.run()
-    assert [entry for entry in loop.world.diary if entry[0] == "publish"] == [("publish", 0)]
-    assert {entry[2] for entry in loop.world.diary if entry[0] == "sample"} == {0}
-    assert [row["staleness/max"] for row in loop.rows[1:]] == [0, 1, 2, 3, 4]
-    again = Loop(tmp_path, replace(make_config(num_steps=6), weight_sync=Unpublished()), resume_step=5)
-    await again.run()
-    assert [version for version, _ in again.trainer.trained] == [5], "it goes on from the checkpoint"
 
 
 async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from fakes.clock import on_jumping_clock
+from fakes.fleet import never
 from fakes.loop import Loop, make_config
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
@@ -131,7 +132,7 @@ async def test_scored_are_tokens_of_the_engines_version_as_far_as_they_fit(
     group: Group, max_model_len: int, scored_tokens: int | None
 ) -> None:
     world = World(committed=[3])
-    supervisor = Supervisor([FakeWorker(world, 0)])
+    supervisor = Supervisor([FakeWorker(world, 0)], restart=never)
     await supervisor.hold()
     await supervisor.settle([outcome(True)])
     router = Router(supervisor, request_timeout_s=5)
@@ -142,7 +143,7 @@ async def test_scored_are_tokens_of_the_engines_version_as_far_as_they_fit(
 
 async def test_the_first_response_of_each_of_the_first_groups_is_scored() -> None:
     world = World(committed=[3])
-    supervisor = Supervisor([FakeWorker(world, 0)])
+    supervisor = Supervisor([FakeWorker(world, 0)], restart=never)
     await supervisor.hold()
     await supervisor.settle([outcome(True)])
     groups = [Group(Prompt(n, (n,), ""), a_group(1, [3]).rollouts * 2, [1.0, 0.0]) for n in range(4)]

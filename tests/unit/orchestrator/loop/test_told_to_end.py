@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fakes.fleet import until
-from fakes.loop import Loop, Unpublished, make_config
+from fakes.loop import Loop, make_config
 
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.waiting import finish_first
@@ -121,12 +121,3 @@ async def test_what_the_work_raised_meanwhile_is_told(caplog: pytest.LogCaptureF
     asyncio.get_running_loop().call_later(0.01, gate.set)
     await end(running)
     assert "the step failed while the run was told to end: no such thing" in caplog.text
-
-
-async def test_control_without_publishing_is_resumed_with_version_0_in_its_engines(tmp_path: Path) -> None:
-    config = replace(make_config(num_steps=4), weight_sync=Unpublished())
-    await Loop(tmp_path, config).run()
-    longer = Loop(tmp_path, replace(config, run=replace(config.run, num_steps=6)), resume_step=4)
-    await longer.run()
-    assert [entry for entry in longer.world.diary if entry[0] == "publish"] == [("publish", 0)]
-    assert [row["policy_version"] for row in longer.rows] == list(range(7))

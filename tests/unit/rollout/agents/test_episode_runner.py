@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from fakes import odd_agents
+from fakes.fleet import never
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
 from fakes.world import World
@@ -307,7 +308,7 @@ async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_o
     world = World(committed=[0, 0])
     workers = [FakeWorker(world, 0), FakeWorker(world, 1)]
     workers[0].fails_after = 2
-    supervisor = Supervisor(workers)
+    supervisor = Supervisor(workers, restart=never)
     await supervisor.hold()
     await supervisor.settle([outcome(True), outcome(True)])
     router = Router(supervisor, request_timeout_s=60)
