@@ -1,9 +1,11 @@
-"""The product's worker extension, with what tests ask of a rank: hashes of its bytes, and zeros in place of them. vLLM
-imports this module in each engine process (worker_extension_cls). It is the product's class itself that gets the
-methods: engines of both names may follow each other in one process, and vLLM mixes but one class in.
+"""The product's worker extension, with what tests ask of a rank: hashes of its bytes, zeros in place of them, and slow
+steps. vLLM imports this module in each engine process (worker_extension_cls). It is the product's class itself that
+gets the methods: engines of both names may follow each other in one process, and vLLM mixes but one class in.
 """
 
 import hashlib
+import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +39,22 @@ class _Reader(WeightReceiver):
                 tensor.zero_()
         return "", "", None
 
+    def wait_before_steps(self, seconds: float) -> tuple[str, str, None]:
+        """Sleep before each step of the model, so that what is sampled is under way for as long as a test needs."""
+        execute = type(self.model_runner).execute_model
+
+        def slowly(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(seconds)
+            return execute(self.model_runner, *args, **kwargs)
+
+        self.model_runner.execute_model = slowly
+        return "", "", None
+
 
 def _sha256(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
-for _method in (_Reader.read_params, _Reader.read_slots, _Reader.zero_params):
+for _method in (_Reader.read_params, _Reader.read_slots, _Reader.zero_params, _Reader.wait_before_steps):
     setattr(WeightReceiver, _method.__name__, _method)
