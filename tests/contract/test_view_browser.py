@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes.run_folders import MadeUpRun, make_run
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Page, Route, expect, sync_playwright
 from tokenizers import Tokenizer
 
 from slipstream.orchestrator.control.control_folder import alive
@@ -34,8 +34,8 @@ ATTACKS = [
     "<svg onload=document.title='taken'>${document.title='taken'}{{7*7}}",
     "\x00\x07\x1b[31mred\x1b[0m\u202eright to left\u2028\ud800",
 ]
-NUM_STEPS, NUM_SAMPLES = 1000, 12
-expect.set_options(timeout=20_000)
+NUM_STEPS, NUM_SAMPLES, PATIENCE_MS = 1000, 12, 240_000
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @dataclass
@@ -85,16 +85,18 @@ def attack_run(root: Path) -> MadeUpRun:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator[BrowserContext]:
     assert CHROMIUM is not None, "run requirements/browser.sh"
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield opened
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=PATIENCE_MS)
+        context = opened.new_context(viewport={"width": 1400, "height": 900})
+        context.set_default_timeout(PATIENCE_MS)
+        yield context
         opened.close()
 
 
 @pytest.fixture(scope="module")
-def served(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(browser: BrowserContext, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("runs")
     big = make_run(folder / "big", num_steps=NUM_STEPS, num_samples=NUM_SAMPLES, num_tokens=6).root
     attacked = attack_run(folder / "attacked")
@@ -103,8 +105,7 @@ def served(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
-        page = browser.new_page(viewport={"width": 1400, "height": 900})
-        page.set_default_timeout(20_000)
+        page = browser.new_page()
         served = Served(page, address, big, attacked)
         page.on("pageerror", lambda error: served.errors.append(str(error)))
         page.on("console", lambda message: served.errors.append(message.text) if message.type == "error" else None)
@@ -139,9 +140,9 @@ def test_curves_of_two_runs_are_in_the_same_charts(served: Served) -> None:
     assert reward.locator("canvas").evaluate(ink) > 20, "something is drawn"
     served.choose("add a chart", "optim/lr")
     expect(page.locator(".chart[data-title='optim/lr']")).to_contain_text("optim/lr")
-    page.click("#runs .run >> nth=1")
+    page.dispatch_event("#runs .run >> nth=1", "click")  # made anew every two seconds, also under a mouse
     expect(page.locator(".chart[data-title=Reward]")).not_to_contain_text("attacked")
-    page.click("#runs .run >> nth=1")
+    page.dispatch_event("#runs .run >> nth=1", "click")
     page.click("button[title=remove]")
     expect(page.locator(".chart[data-title='optim/lr']")).to_have_count(0)
 
@@ -293,7 +294,6 @@ def test_the_sample_that_was_asked_for_last_is_shown_though_its_answer_came_firs
     is_first = re.compile(r"/runs/1/sample/0\b")
     page.route(is_first, lambda route: held.append(route))
     page.click('#samples tbody tr[data-number="0"]')
-    page.wait_for_timeout(50)
     page.click('#samples tbody tr[data-number="3"]')
     expect(page.locator("#detail")).to_contain_text("Sample 3:")
     with page.expect_response(is_first):
@@ -344,12 +344,12 @@ def test_options_that_differ_are_marked(served: Served) -> None:
     expect(table).to_contain_text("trainer.optim.lr")
 
 
-def test_the_exported_file_needs_nothing_else(served: Served, browser: Browser, tmp_path: Path) -> None:
+def test_the_exported_file_needs_nothing_else(served: Served, browser: BrowserContext, tmp_path: Path) -> None:
     target = tmp_path / "run.html"
     words = ["view", str(served.attacked.folder.root), str(served.big), "--export", str(target)]
     subprocess.run([sys.executable, "-m", "slipstream.orchestrator.cli.main", *words], check=True, capture_output=True)
     assert target.stat().st_size < 40_000_000
-    page, asked, errors = browser.new_page(viewport={"width": 1400, "height": 900}), list[str](), list[str]()
+    page, asked, errors = browser.new_page(), list[str](), list[str]()
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -377,7 +377,7 @@ def test_nothing_is_told_without_the_token(served: Served) -> None:
     def ask(path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
         request = urllib.request.Request(base + path, headers=headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=240) as answer:
                 return answer.status, answer.read().decode(), answer.headers["Content-Security-Policy"]
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode(), error.headers["Content-Security-Policy"]
