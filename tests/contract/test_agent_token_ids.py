@@ -31,7 +31,8 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
     endpoint = Endpoint({"sesame": Episode(0, chat, limits, script.generate)}, {"temperature": 1.0, "top_p": 1.0})
     base_url = await endpoint.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": "Bearer sesame"}) as client:
+    key = {"Authorization": "Bearer sesame"}
+    async with httpx.AsyncClient(base_url=base_url, headers=key, timeout=None) as client:
         yield client, script
     await endpoint.close()
 

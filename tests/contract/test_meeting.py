@@ -190,7 +190,7 @@ def run_rank(rank: int, rendezvous: str, answers: Queue[tuple[int, list[Any]]]) 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60)
+        "gloo", init_method=rendezvous, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=600)
     )
     meeting = Meeting(rank, NUM_RANKS, dist.group.WORLD)
     answers.put((rank, [outcome_of(step, meeting) for step, _ in CASES]))
@@ -206,7 +206,7 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     for process in ranks:
         process.start()
     try:
-        return dict(answers.get(timeout=120) for _ in ranks)
+        return dict(answers.get(timeout=600) for _ in ranks)
     finally:
         for process in ranks:
             process.join(timeout=120)

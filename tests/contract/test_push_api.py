@@ -14,14 +14,14 @@ from slipstream.weight_sync.api import Part, Sender, register_checkpoint, regist
 from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
-CONFIG = WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0)
+CONFIG = WeightSyncConfig(watermark_bytes=1 << 16)
 
 
 class Replica:
     """An engine with plain tensors that a publisher can reach."""
 
     def __init__(self) -> None:
-        self.engine = PlainEngine([MooncakeTransport(timeout_s=10.0) for _ in range(NUM_ENGINE_RANKS)])
+        self.engine = PlainEngine([MooncakeTransport(timeout_s=CONFIG.timeout_s) for _ in range(NUM_ENGINE_RANKS)])
         self._thread = EndpointThread(self.engine)
         self.address = self._thread.address
 

@@ -75,8 +75,8 @@ def server() -> Iterator[Server]:
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
     process.start()
+    theirs.close()
     assert process.pid is not None
-    assert ours.poll(120)
     yield Server(ours.recv(), process.pid)
     ours.close()
     process.join(120)

@@ -32,7 +32,7 @@ from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull, rel
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_TRAINER_RANKS = 2
-START_TIMEOUT_S = 90
+START_TIMEOUT_S = 600
 STEP_TIMEOUT_S = 60
 SYNC_TIMEOUT_S = 10.0
 
