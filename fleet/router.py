@@ -1,10 +1,10 @@
 """Which rollout worker samples the next group, and what a request that fails costs.
 
-Owns: the choice of the least loaded replica, the deadline of a request, and the next try: a worker whose request failed
-leaves service, and its group is sampled again on another one; a worker that is told to go, or whose engine has died,
-hands its responses over, and another one samples the rest; what a worker has for a controller that is gone is asked
-for there. Does not own: the state of a replica and who may serve
-(supervisor), when a group is sampled (loop/sampler.py).
+Owns: the choice of the least loaded replica, the deadline of a request, and the next try. A worker whose request failed
+leaves service, and its group is sampled again on another one. A worker that is told to go, or whose engine has died,
+hands its responses over, and another one samples the rest. A group that a worker keeps for a controller that is gone is
+asked of that worker. Does not own: the state of a replica and who may serve (supervisor), when a group is sampled
+(loop/sampler.py).
 Invariant: a request goes only to a replica that serves.
 """
 

@@ -189,7 +189,7 @@ class TrainerConfig:
     cp_size: int = 1
     """Context-parallel group size: so many neighbouring ranks share the tokens of every sequence, for sequences that do
     not fit one rank (docs/long_contexts.md). It must divide num_ranks. It changes no value by more than the choice of a
-    kernel does. Not for models with linear attention or sinks."""
+    kernel does. Not for models with linear attention, sinks or an indexer."""
     mode: TrainMode = TrainMode.lora
     """lora: train adapters on a frozen base. full: train every weight (kept in float32)."""
     lora: LoraConfig = field(default_factory=LoraConfig, metadata=read_if(If("trainer.mode=lora")))
@@ -232,7 +232,7 @@ class TrainerConfig:
     graphs keep the memory of one such microbatch. Where that would not fit beside the fullest microbatch so far, a
     warning says so, and nothing is captured; an engine on the same GPU (cluster.share_gpu) is not counted. The log says
     where it cannot be done: with several ranks that gather weights layer by layer or share sequences (cp_size), packed
-    experts, sinks, or values from the engine's kernels. 0: never."""
+    experts, sinks, linear attention, Gemma, or values from merged weights or the engine's kernels. 0: never."""
 
     max_restarts: int = 3
     """How often in a run all ranks are started again, in their places, because one of them died. Each rank's state
