@@ -91,6 +91,15 @@ def test_no_text_is_taken_for_a_tag_of_html(page: Path) -> None:
     assert re.findall(r"</?[a-zA-Z][^>]*>", text) == []
 
 
+@pytest.mark.parametrize("folder", ["", "docs", "bench/results"])
+def test_a_row_is_of_a_table_with_a_head(folder: str) -> None:
+    """Without a head and the line below it, rows are shown as they are typed."""
+    pages = {page.name: page.read_text() for page in (ROOT / folder).glob("*.md")}
+    tables = {name: re.findall(r"^\|.*\n(?:\|.*\n)*", text, re.MULTILINE) for name, text in pages.items()}
+    is_whole = re.compile(r".*\n\|[ :|-]+\|\n\|")
+    assert [(name, table[:60]) for name, found in tables.items() for table in found if not is_whole.match(table)] == []
+
+
 def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wrong = ["missing.md", "other.md#nowhere", "#nowhere", "../bench/missing.py", "missing.png", "/page.md"]
     docs = tmp_path / "docs"
