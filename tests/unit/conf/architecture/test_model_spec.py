@@ -122,6 +122,17 @@ def test_a_published_checkpoint_has_this_many_elements(name):
     assert sum(math.prod(meta.shape) for meta in tensors) == num_elements
 
 
+def test_a_preset_says_how_many_parameters_it_has():
+    sizes, wrong = {"million": 10**6, "billion": 10**9, "trillion": 10**12}, []
+    for path in sorted((Path(families.__file__).parents[1] / "model").glob("*.yaml")):
+        if said := re.search(r"([\d.]+) (\w+illion) parameters", path.read_text().partition("\n")[0]):
+            tensors = read_config(preset(path.stem)).checkpoint_tensors("bfloat16")
+            number, digits = float(said[1]), len(said[1].partition(".")[2])
+            has = sum(math.prod(meta.shape) for meta in tensors) / sizes[said[2]]
+            wrong += [(path.stem, said[0], has)] if round(has, digits) != number else []
+    assert wrong == []
+
+
 def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
     """The published shape: 61 layers, the first dense, 384 experts of 2048, 1.03 trillion parameters."""
     yarn = {
