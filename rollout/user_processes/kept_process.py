@@ -42,7 +42,7 @@ class KeptProcess:
         """Start `python -m module FD`, FD being its end of the connection.
 
         Args:
-            log_path: File to which what it prints is appended; None: it is dropped.
+            log_path: File to which what it prints is appended, at once; None: it is dropped.
             max_log_bytes: Size at which the file is cut.
             max_message_bytes: A message of the process that announces more ends the connection.
         """
@@ -55,7 +55,7 @@ class KeptProcess:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", keeper.__file__, fd, str(max_log_bytes)),
-                    *(sys.executable, "-X", "faulthandler", "-P", "-m", module, fd),
+                    *(sys.executable, "-u", "-X", "faulthandler", "-P", "-m", module, fd),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
                     stderr=output,

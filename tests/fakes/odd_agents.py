@@ -56,6 +56,7 @@ async def _hang(_: Session) -> None:
 
 
 async def _hang_for_ever(_: Session) -> NoReturn:
+    print("waits for ever")
     while True:
         with contextlib.suppress(BaseException):
             await asyncio.sleep(600)

@@ -200,6 +200,7 @@ async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
 ) -> None:
     async with running(config("behave", timeout_s=2), tmp_path) as (runner, _):
         episodes = await play(runner, "hang", "hang for ever")
+        assert "waits for ever" in (tmp_path / "agents.log").read_text(), "what it printed tells why it hangs"
         await play(runner, "raise")
     assert runner.first_report == "the episode took longer than rollout.episodes.timeout_s=2 seconds", (
         "and no later one"
