@@ -99,6 +99,8 @@ class Status:
     """Where Ray's page is, with the file of its token; None unless the run goes on and has one."""
     checkpoint: int | None
     """Step of the newest one."""
+    best: JsonObject
+    """Step, metric and value of the best one (run.keep_best); empty: none is known."""
     remote: JsonObject
     """Where checkpoints are sent: url, step of the newest one there, problem of the last try; empty: nowhere."""
     loss_steps: int | None
@@ -166,6 +168,9 @@ class Status:
             saved += f"; {'none' if step is None else f'step {step}'} in {self.remote.get('url')}"
             saved += f" (the last try: {problem})" if problem else ""
         lines = [("checkpoint", saved)]
+        if self.best.get("step") is not None:
+            figure = f"{self.best['metric']} {self.best['value']:.4g}"
+            lines.append(("best checkpoint", f"step {self.best['step']}, with {figure}"))
         if self.loss_steps is not None:
             lines.append(("machine lost", f"costs {counted(self.loss_steps, 'finished step')}"))
         if self.loss_steps is not None and self.state == "running":
@@ -194,6 +199,7 @@ def status_of(run: Path) -> Status:
     seconds = [one for one in later if one is not None]
     is_going_on = state == "running" and step is not None and seconds
     checkpoints = complete_checkpoints(folder.checkpoints)
+    best = object_in(folder.checkpoints / "best.json")
     remote = object_in(folder.checkpoints / "remote.json")
     durable = remote.get("step") if remote else step_of(checkpoints[-1] if checkpoints else None)
     starts = [row for row in read_starts(folder.startup) if row.start == RUN]
@@ -216,6 +222,7 @@ def status_of(run: Path) -> Status:
         replicas_wanted=newest.get("rollout/replicas_wanted"),
         dashboard=dashboard_of(folder),
         checkpoint=step_of(checkpoints[-1]) if checkpoints else None,
+        best={name: best[name] for name in ("step", "metric", "value") if name in best},
         remote=remote,
         loss_steps=max(0, step - (durable or 0)) if step else None,
         rank_loss_steps=newest.get("trainer/unkept_steps"),

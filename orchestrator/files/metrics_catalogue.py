@@ -151,7 +151,8 @@ METRICS: dict[str, str] = {
 }
 
 REWARD_METRICS: dict[str, str] = {
-    "reward/<name>_mean": "mean of what one reward gave to the batch's rollouts, before its weight",
+    "reward/<name>_mean": "mean of what one reward gave to those of the batch's rollouts that it judged, before its "
+    "weight; reward/mean leaves out rollouts for which another one failed",
     "reward/<name>_failures": "rollouts for which that reward raised or timed out",
     "eval/<name>_mean": "mean of what that reward gave to held-out rollouts",
 }

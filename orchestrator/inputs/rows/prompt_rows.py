@@ -316,7 +316,9 @@ def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder:
     row = prompt.prompt_id // len(config.data.training_sources) + 1
     have, cure = "at most", "raise it"
     if not sampling.can_end_early:
-        have, cure = "exactly", "set it to that, or set rollout.sampling.stop_at_eos=true, which ends them earlier"
+        have, cure = "exactly", "set rollout.sampling.stop_at_eos=true, which ends them earlier"
+        if num_tokens:
+            cure = f"set it to that, or {cure}"
     return [
         f"reward.kind=exact_match can hardly be 1 for {len(found)} of {len(prompts)} rows: responses have {have} "
         f"rollout.sampling.max_tokens={sampling.max_tokens} tokens, and the answer of row {row} has "

@@ -146,6 +146,18 @@ def test_what_deaths_would_cost(run: Path) -> None:
     assert (status.checkpoint, status.loss_steps, status.remote) == (50, 11, sent)
     assert re.search(r"step 50; step 40 in s3://bucket/run \(the last try: no network\)", status.as_text())
     assert "trainer rank lost" not in status.as_text(), "the run has ended"
+    assert "best checkpoint" not in status.as_text()
+
+
+def test_the_best_checkpoint_is_shown_with_its_figure(run: Path) -> None:
+    (run / "checkpoints").mkdir()
+    best = {"metric": "eval/reward", "value": None, "step": None, "since": 0, "held_out": {}}
+    (run / "checkpoints" / "best.json").write_text(json.dumps(best))
+    assert "best checkpoint" not in status_of(run).as_text(), "none was judged yet"
+    (run / "checkpoints" / "best.json").write_text(json.dumps(best | {"value": 0.62, "step": 40}))
+    status = status_of(run)
+    assert status.best == {"metric": "eval/reward", "value": 0.62, "step": 40}
+    assert re.search(r"best checkpoint +step 40, with eval/reward 0.62\n", status.as_text() + "\n")
 
 
 def test_goodput_is_of_the_whole_run_with_its_starts(run: Path) -> None:

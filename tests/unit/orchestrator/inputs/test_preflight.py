@@ -211,6 +211,17 @@ def test_answers_longer_than_responses_are_warned_of(checkpoint: Path) -> None:
     assert fact.is_warning
 
 
+@pytest.mark.parametrize(("answer", "is_a_length"), [("", False), ("a", True)])
+def test_no_response_is_to_be_as_long_as_an_empty_answer(checkpoint: Path, answer: str, is_a_length: bool) -> None:
+    data = checkpoint.parent / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "1a=", "answer": answer}) + "\n")
+    words = ["reward=exact_match", f"data.path={data}", "data.eval_path=null", "rollout.sampling.max_tokens=4"]
+    report = run_preflight(load_run_config(words_for(checkpoint, *words)))
+    (fact,) = (fact for fact in report.facts if fact.subject == "prompts")
+    assert "set rollout.sampling.stop_at_eos=true" in fact.finding
+    assert ("set it to that" in fact.finding) == is_a_length
+
+
 def test_your_own_file_needs_no_other_length_than_the_engines(checkpoint: Path) -> None:
     """`quickstart` with data=files: the letters' data.max_prompt_tokens went with their file."""
     data = checkpoint.parent / "rows.jsonl"
