@@ -52,12 +52,12 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
         raise no_run_folder(run) from error
     target = (output or folder.merged).absolute()
     stand_where_it_began(folder, [])
+    is_full = config.trainer.mode is TrainMode.full
+    trained = checkpoint_of(folder, checkpoint) / "trainer" if is_full else adapter_of(folder, checkpoint)
     if target.exists():
         raise ConfigError(f"{target} is there already; give another folder with --output, or remove it")
     check_can_write(target, f"{target}", is_folder=True)
     check_weights(object_in(folder.environment), config)
-    is_full = config.trainer.mode is TrainMode.full
-    trained = checkpoint_of(folder, checkpoint) / "trainer" if is_full else adapter_of(folder, checkpoint)
     hf_config = read_hf_config(folder.model, "RUN/model")
     spec = read_config(hf_config, config.trainer.numerics.places.mla_norm_eps)
     _check_sources(config, spec, None if is_full else trained)

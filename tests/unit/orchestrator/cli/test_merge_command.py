@@ -124,7 +124,7 @@ def test_a_checkpoint_that_is_merged_stays_while_the_run_makes_others(
     ("words", "message"),
     [
         ([], "is there already; give another folder with --output"),
-        (["--output", "{tmp}/out", "--checkpoint", "6"], "--checkpoint 6: give newest, best, or one of the steps 5"),
+        (["--checkpoint", "6"], "--checkpoint 6: give newest, best, or one of the steps 5"),
         (["--output", "{tmp}/out", "--checkpoint", "best"], "has no best checkpoint"),
     ],
 )
