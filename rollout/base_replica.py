@@ -26,7 +26,7 @@ from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.receivers import WEIGHTS, Receivers
 from slipstream.weight_sync.calls.verbs import verb_of
 from slipstream.weight_sync.gc_freeze import allow_collections, hold_collections
-from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint, ReplicaHandler
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
 from slipstream.weight_sync.replica.version_state import VersionState
@@ -37,8 +37,8 @@ CALL_SLACK_S = 5.0
 """The publisher gives a replica up after weight_sync.timeout_s. An engine whose rank takes so much longer is dead."""
 
 
-class BaseReplica:
-    """weight_sync.replica.endpoint.ReplicaHandler over an engine's own weights.
+class BaseReplica(ReplicaHandler):
+    """A publisher's calls over an engine's own weights.
 
     Args:
         engine: Need not be started yet.
@@ -101,10 +101,9 @@ class BaseReplica:
         """Close the links to the peer of pull(). This stops sampling for about a second."""
         await self._ask(self._limit_s, Receivers.release, offers)
 
-    # -- weight_sync.replica.endpoint.ReplicaHandler -----------------------------------------------------------
+    # -- ReplicaHandler ----------------------------------------------------------------------------------------------
 
     async def describe(self) -> Sequence[EngineRank]:
-        """What every engine rank must receive, and where."""
         return self.ranks
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
@@ -115,21 +114,17 @@ class BaseReplica:
         await self._engine.pause(self.config.requests_in_flight, timeout_s=self._limit_s)
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
-        """Let the publisher write into every rank, and start to drop KV blocks."""
         bound = await self._ask(self._limit_s, Receivers.begin, WEIGHTS, version, epoch, digest, known)
         self._clear_cache()
         return bound
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
-        """Every rank proves its bytes."""
         await self._ask(self._limit_s, Receivers.verify, WEIGHTS, version, epoch, digest, expected)
 
     async def commit(self, version: int, epoch: int) -> None:
-        """Serve what was published."""
         await self._put_in_service(Receivers.commit, version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """Stay paused and DIRTY."""
         allow_collections()
         await self._ask(self._limit_s, Receivers.abort, WEIGHTS, epoch, reason)
 

@@ -46,7 +46,7 @@ from slipstream.rollout.types import (
     Rollout,
     WorkerOptions,
 )
-from slipstream.rollout.worker_verbs import StartStatus, digest_of
+from slipstream.rollout.worker_verbs import StartStatus, WorkerVerbs, digest_of
 from slipstream.weight_sync.errors import PlanMismatch
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.record.layout_wire import layouts_digest
@@ -59,8 +59,8 @@ from slipstream.weight_sync.typed_msgpack import pack, unpack
 logger = logging.getLogger(__name__)
 
 
-class RolloutWorker:
-    """See the module's docstring. All methods belong to one event loop.
+class RolloutWorker(WorkerVerbs):
+    """See the module's docstring, and WorkerVerbs for what its verbs promise. All methods belong to one event loop.
 
     Args:
         seed: Seed of this worker's sampling; another one for every worker.
@@ -104,12 +104,10 @@ class RolloutWorker:
     # -- for the controller ------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """WorkerVerbs.prepare."""
         await self.engine.prepare()
         self._reached("imported")
 
     async def start(self) -> str:
-        """WorkerVerbs.start."""
         base = None if self._adapters is None else self._adapters.base
         if base is not None and not base.is_dir():
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
@@ -145,7 +143,6 @@ class RolloutWorker:
         self.engine.shutdown()
 
     async def start_status(self) -> StartStatus:
-        """What prepare() or start() is doing, and how far they have come."""
         phase = "warming up prefills" if "layout_known" in self.started_at else "recording the layout"
         if "engine_up" not in self.started_at:
             phase = self.engine.start_phase
@@ -153,7 +150,6 @@ class RolloutWorker:
         return StartStatus(phase, self.started_at, [os.getpid(), *children])
 
     async def check(self) -> None:
-        """Raise EngineDied if the engine can sample no more."""
         self.engine.check()
 
     def _reached(self, event: str) -> None:
@@ -173,7 +169,6 @@ class RolloutWorker:
         await self._adapter_endpoint.start()
 
     async def adapter_endpoint(self) -> str:
-        """Address of the control endpoint of the adapter slots. Call it after start(), with slots."""
         if self._adapter_endpoint is None:
             raise EngineError("this rollout worker has no adapter slots")
         return self._adapter_endpoint.address
@@ -197,7 +192,7 @@ class RolloutWorker:
         *,
         seed: int | None = None,
     ) -> list[Rollout]:
-        """RolloutVerbs.generate_group. `seed` makes it repeatable; None: sampling.seed, or the engine's own numbers."""
+        """Args: `seed` makes it repeatable; None: sampling.seed, or the engine's own numbers."""
         if not self.state.is_serving:
             raise ReplicaNotServing(
                 f"this rollout worker is {self.state.phase} (version {self.state.version}, epoch {self.state.epoch})"
@@ -246,7 +241,6 @@ class RolloutWorker:
         return self.engine.version if self.adapter_replica is None else self.adapter_replica.version
 
     async def groups_left(self) -> list[bytes]:
-        """RolloutVerbs.groups_left."""
         return self.kept.left()
 
     def tell_to_go(self, who: str) -> None:
@@ -255,28 +249,23 @@ class RolloutWorker:
         self._told.set()
 
     async def told_to_go(self) -> str:
-        """Wait until this worker is told to go (SIGTERM). Returns by whom."""
         await self._told.wait()
         return self._told_by
 
     async def hand_over(self) -> None:
-        """Sample no more. Every response under way is returned as it stands, and a later one at once."""
         self._is_going = True
         if self.adapter_replica is not None:
             self.adapter_replica.is_going = True
         await self.engine.abort_all()
 
     async def keep_version(self, version: int | None) -> bool:
-        """RolloutVerbs.keep_version."""
         return self.adapter_replica is not None and self.adapter_replica.keep(version)
 
     async def progress(self) -> Progress:
-        """RolloutVerbs.progress."""
         engine = self.engine
         return Progress(time.time(), engine.num_generated_tokens, engine.num_finished_responses, engine.first_token_at)
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
-        """RolloutVerbs.score."""
         if self.adapter_replica is not None:
             return await self.adapter_replica.score(token_ids, version)
         if not self.state.is_serving or self.engine.version != version:
@@ -285,14 +274,12 @@ class RolloutWorker:
         return logprobs if self.engine.version == version else None
 
     async def offer(self) -> list[Offer]:
-        """RolloutVerbs.offer."""
         if not self.state.is_serving:
             raise ReplicaNotServing(f"this rollout worker is {self.state.phase}: it has no committed version to give")
         offers = await self.base.offer()
         return offers if self.adapter_replica is None else [*offers, *await self.adapter_replica.offer()]
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        """RolloutVerbs.pull."""
         weights, slots = offers[: len(self.base.ranks)], offers[len(self.base.ranks) :]
         num_slots = 0 if self.adapter_replica is None else self.adapter_replica.num_ranks
         if (len(weights), len(slots)) != (len(self.base.ranks), num_slots):
@@ -309,22 +296,18 @@ class RolloutWorker:
         return pulled.then(await self.adapter_replica.pull(slots))
 
     async def adopt(self, version: int, epoch: int) -> None:
-        """RolloutVerbs.adopt."""
         await (self.adapter_replica or self.base).adopt(version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to the peer of pull(). Without adapter slots, this stops sampling for about a second."""
         if self.adapter_replica is None:
             await self.base.release(offers)
         else:
             await self.adapter_replica.release(offers[len(self.base.ranks) :])
 
     async def base_wanted_at(self) -> str:
-        """Address to which the base must be sent before any adapter; "" if the base has arrived, or without slots."""
         return "" if self.adapter_replica is None or self.state.is_serving else self.base.endpoint.address
 
     async def stop(self) -> None:
-        """Close the endpoint and end the engine. Idempotent."""
         self.kept.close()
         await self.base.close()
         if self._adapter_endpoint is not None:

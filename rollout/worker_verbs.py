@@ -108,7 +108,7 @@ class RolloutVerbs(Protocol):
         ...
 
     async def hand_over(self) -> None:
-        """Sample no more: every response under way is returned as it stands."""
+        """Sample no more: every response under way is returned as it stands, and a later one at once."""
         ...
 
     async def keep_version(self, version: int | None) -> bool:
@@ -152,7 +152,7 @@ class RolloutVerbs(Protocol):
         ...
 
     async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to the peer."""
+        """Close the links to the peer. Without adapter slots, this stops sampling for about a second."""
         ...
 
     async def base_wanted_at(self) -> str:
@@ -187,7 +187,7 @@ class WorkerVerbs(RolloutVerbs, Protocol):
         ...
 
     async def stop(self) -> None:
-        """Take no publishes any more, and end the engine."""
+        """Take no publishes any more, and end the engine. Idempotent."""
         ...
 
 

@@ -35,6 +35,7 @@ from slipstream.rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, PROBE, Adapter, Rollout
 from slipstream.weight_sync.record.repeated_layers import layer_of
+from slipstream.weight_sync.replica.endpoint import ReplicaHandler
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
 
@@ -50,8 +51,8 @@ EVICT_RETRY_S = 0.02
 """Time between two tries to end a version's requests. Some requests reach the engine only after a try."""
 
 
-class AdapterReplica:
-    """weight_sync.replica.endpoint.ReplicaHandler over the adapter slots of one engine.
+class AdapterReplica(ReplicaHandler):
+    """A publisher's calls over the adapter slots of one engine.
 
     Args:
         engine: Started, with LoRA.
@@ -173,7 +174,6 @@ class AdapterReplica:
     # -- ReplicaHandler
 
     async def describe(self) -> Sequence[EngineRank]:
-        """What a slot of every engine rank must receive."""
         return self._ranks
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
@@ -185,7 +185,6 @@ class AdapterReplica:
         return await self._ask(SlotReceivers.begin, slot, version, epoch, digest, known)
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
-        """Every rank proves its bytes."""
         assert self._writing is not None
         await self._ask(SlotReceivers.verify, self._writing, version, epoch, digest, expected)
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.conf.failures import raised_as
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, PauseMode, SamplingConfig
-from slipstream.rollout.engine.engine import CALL_TIMEOUT_S
+from slipstream.rollout.engine.engine import CALL_TIMEOUT_S, EngineWithSlots
 from slipstream.rollout.engine.engine_options import engine_arguments, warm_up_lengths
 from slipstream.rollout.engine.vllm_process import VllmProcess, make_llm
 from slipstream.rollout.engine.vllm_requests import (
@@ -55,7 +55,7 @@ DRAIN_TIMEOUT_S = 30.0
 """Longest wait until vLLM's own handler has taken the outputs that have arrived."""
 
 
-class VllmEngine:
+class VllmEngine(EngineWithSlots):
     """See the module's docstring, and Engine for what each method promises. All methods belong to one event loop.
 
     Args:
@@ -92,11 +92,11 @@ class VllmEngine:
         return self.process.start_phase
 
     async def prepare(self) -> None:
-        """Engine.prepare: import vLLM."""
+        """Import vLLM."""
         await self.process.prepare()
 
     async def start(self) -> None:
-        """Engine.start, with dummy weights."""
+        """With dummy weights."""
         await self.process.start()
         watch_outputs(self.process.running(), self._stamp)
 
@@ -150,7 +150,7 @@ class VllmEngine:
         seed: int | None = None,
         adapter: Adapter | None = None,
     ) -> list[Rollout]:
-        """Engine.generate_group. Each response is a request of its own, and they share the prompt's KV blocks."""
+        """Each response is a request of its own, and they share the prompt's KV blocks."""
         seeds = [None if seed is None else seed + index for index in range(n)]
         tasks = [asyncio.create_task(self._generate(prompt_token_ids, sampling, own, adapter)) for own in seeds]
         try:
@@ -203,29 +203,25 @@ class VllmEngine:
                 self._adapters.pop(request_id, None)
 
     async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
-        """EngineWithSlots.next_logprobs."""
         name = f"probe-{next(self._request_numbers)}"
         return next_logprobs_of(await self.process.or_death(self._run(prompt_token_ids, probe_params(), name, adapter)))
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
-        """Engine.score."""
         name = f"score-{next(self._request_numbers)}"
         scored = await self.process.or_death(self._run(token_ids, prefill_params(), name, adapter))
         return prompt_logprobs_of(scored, token_ids)
 
     async def abort_version(self, version: int) -> None:
-        """EngineWithSlots.abort_version."""
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
         await self.process.running().abort(requests)
 
     async def abort_all(self) -> None:
-        """Engine.abort_all. Some requests may reach vLLM only after a try."""
+        """Some requests may reach vLLM only after a try."""
         while self._stamps:
             await self.process.running().abort(list(self._stamps))
             await asyncio.sleep(ABORT_RETRY_S)
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Engine.pause."""
         # AsyncLLM.pause_generation() makes this call and then sleeps for 20 ms, in the hope that outputs are handled
         # meanwhile. Here set_version() waits until they are.
         core: Any = self.process.running().engine_core
@@ -243,17 +239,15 @@ class VllmEngine:
             ) from e
 
     async def clear_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Engine.clear_cache."""
         call = self.process.running().reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if not await self.process.in_time(call, "clear_cache", timeout_s):
             raise EngineError("the engine did not drop its KV blocks: they are of weights that are gone")
 
     async def resume(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Engine.resume."""
         await self.process.in_time(self.process.running().resume_generation(), "resume", timeout_s)
 
     async def set_version(self, version: int) -> None:
-        """Engine.set_version. EngineError: outputs from before the pause are still unhandled after DRAIN_TIMEOUT_S."""
+        """Raises EngineError if outputs from before the pause are still unhandled after DRAIN_TIMEOUT_S."""
         core: Any = self.process.running().engine_core
         outputs = core.outputs_queue
         try:
@@ -267,7 +261,7 @@ class VllmEngine:
         self.version = version
 
     async def call_ranks(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """Engine.call_ranks. EngineError: the call itself failed."""
+        """Raises EngineError, too, if the call itself failed."""
         with raised_as(EngineError, f"{method} failed inside the engine: "):
             # vLLM's own timeout is not used: the next call would take a late answer for its own.
             replies = await self.process.in_time(

@@ -33,7 +33,7 @@ from slipstream.rollout.in_vllm.worker_extension import timed
 from slipstream.rollout.served.client import RankReport, send_report
 from slipstream.rollout.served.vllm_plugin import register
 from slipstream.weight_sync.calls.loop_thread import LoopThread
-from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint, ReplicaHandler
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.receiver import Receiver
 
@@ -93,8 +93,8 @@ class _Rank(WeightReceiver):
         return self._model
 
 
-class _Handler:
-    """ReplicaHandler over one rank. Runs in the endpoint's thread; vLLM runs no step meanwhile."""
+class _Handler(ReplicaHandler):
+    """One rank. Runs in the endpoint's thread; vLLM runs no step meanwhile."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
