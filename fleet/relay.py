@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from slipstream.conf.failures import raised_as
 from slipstream.fleet.replicas import Replica
 from slipstream.fleet.supervisor import Supervisor
-from slipstream.fleet.waiting import wait_for
 from slipstream.weight_sync.errors import ReplicaDirty, WeightSyncError
 from slipstream.weight_sync.publish.report import PublishReport, ReplicaReport, joined
 from slipstream.weight_sync.replica.recovery import Pulled
@@ -73,13 +72,12 @@ def by_node(replicas: Iterable[Replica]) -> dict[str, list[str]]:
     return nodes
 
 
-async def publish_by_relay(write: Write, supervisor: Supervisor, *, timeout_s: float) -> PublishReport:
+async def publish_by_relay(write: Write, supervisor: Supervisor) -> PublishReport:
     """Bring one version to every replica that takes part. Failures are in the report.
 
     Args:
         write: the trainer's publish.
         supervisor: has begun the publish (`hold`).
-        timeout_s: longest that one call to a rollout worker may take.
     """
     replicas = supervisor.roster.replicas
     waiting = by_node(replicas.values())
@@ -95,9 +93,7 @@ async def publish_by_relay(write: Write, supervisor: Supervisor, *, timeout_s: f
         primaries.append([replicas[primary].place for primary in chosen.values()])
         began = time.monotonic()
         committed = [node for node, primary in chosen.items() if report.replicas[replicas[primary].place].committed]
-        outcomes = await asyncio.gather(
-            *(_pass_on(chosen[node], waiting[node][1:], supervisor, timeout_s) for node in committed)
-        )
+        outcomes = await asyncio.gather(*(_pass_on(chosen[node], waiting[node][1:], supervisor) for node in committed))
         relay_s += time.monotonic() - began
         rest = {node: members[1:] for node, members in waiting.items()}
         for node, outcome in zip(committed, outcomes, strict=True):
@@ -112,7 +108,7 @@ async def publish_by_relay(write: Write, supervisor: Supervisor, *, timeout_s: f
     return _whole(rounds, primaries, total, relay_s, {name: one.place for name, one in replicas.items()})
 
 
-async def _pass_on(primary: str, readers: Sequence[str], supervisor: Supervisor, timeout_s: float) -> _NodeOutcome:
+async def _pass_on(primary: str, readers: Sequence[str], supervisor: Supervisor) -> _NodeOutcome:
     """Fill a node's replicas from its primary. A holder gives to one reader at a time; a reader becomes a holder next.
 
     So n readers take log2(n + 1) reads one after the other, where n readers of the primary alone would share its link.
@@ -126,7 +122,7 @@ async def _pass_on(primary: str, readers: Sequence[str], supervisor: Supervisor,
         if not pairs:
             break
         del result.untouched[: len(pairs)]
-        reads = [_read(peer, reader, supervisor, timeout_s) for peer, reader in pairs]
+        reads = [_read(replicas[peer], replicas[reader], supervisor) for peer, reader in pairs]
         for (peer, reader), outcome in zip(pairs, await asyncio.gather(*reads, return_exceptions=True), strict=True):
             if isinstance(outcome, _PeerLost):
                 holders.remove(peer)
@@ -141,21 +137,20 @@ async def _pass_on(primary: str, readers: Sequence[str], supervisor: Supervisor,
     return result
 
 
-async def _read(peer_name: str, reader_name: str, supervisor: Supervisor, timeout_s: float) -> _Read:
+async def _read(peer: Replica, reader: Replica, supervisor: Supervisor) -> _Read:
     """One replica reads what its peer committed, and serves it.
 
     The link stays open: closing it takes a second without sampling. The supervisor closes it when the peer dies.
     """
-    peer, reader = supervisor.roster.replicas[peer_name].worker, supervisor.roster.replicas[reader_name].worker
+    call, source, target = supervisor.starts.call, peer.worker, reader.worker
     with raised_as(_PeerLost, "it committed, and then made no offer: "):
-        offers = await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s)
+        offers = await call(peer, "offer", source.offer())
     began = time.monotonic()
-    pulled = await wait_for(reader.pull(offers), f"pull on {reader.name}", timeout_s=timeout_s)
-    supervisor.linked(reader_name, peer_name, offers)
-    if await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s) != offers:
-        raise ReplicaDirty(f"{peer.name} has moved on while {reader.name} read version {offers[-1].version}")
-    adopt = reader.adopt(offers[-1].version, offers[-1].epoch)
-    await wait_for(adopt, f"adopt on {reader.name}", timeout_s=timeout_s)
+    pulled = await call(reader, "pull", target.pull(offers))
+    supervisor.linked(reader.name, peer.name, offers)
+    if await call(peer, "offer", source.offer()) != offers:
+        raise ReplicaDirty(f"{source.name} has moved on while {target.name} read version {offers[-1].version}")
+    await call(reader, "adopt", target.adopt(offers[-1].version, offers[-1].epoch))
     return _Read(pulled, time.monotonic() - began)
 
 

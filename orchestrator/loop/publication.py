@@ -44,7 +44,7 @@ class Publication:
         logger.debug("publish of version %d begins", self._policy_version)
         exclude = held.exclude + [replica.place for replica in held.joining if not await self._joins(replica)]
         if config.relay is Relay.node:
-            report = await publish_by_relay(self._write, supervisor, timeout_s=config.timeout_s + RAY_CALL_S)
+            report = await publish_by_relay(self._write, supervisor)
         else:
             report = await self._write(exclude)
         await supervisor.settle(report.replicas)

@@ -75,7 +75,7 @@ class Cast:
         self.workers = [Worker(self.world, i, node) for i, node in enumerate(nodes)]
         self.supervisor = Supervisor(
             self.workers, restart=lambda name: self.restart(int(name[-1])), max_restarts=max_restarts, backoff_s=0.0,
-            recovery_timeout_s=5.0,
+            recovery_timeout_s=50.0,
         )  # fmt: skip
         self.may_restart = asyncio.Event()
         self.failing: set[int] = set()
@@ -108,7 +108,7 @@ class Cast:
         held = await self.supervisor.hold()
         for replica in held.joining:
             self.supervisor.joined(replica.name)
-        report = await publish_by_relay(write, self.supervisor, timeout_s=50)
+        report = await publish_by_relay(write, self.supervisor)
         await self.supervisor.settle(report.replicas)
         return report
 
