@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
-
 from slipstream.rollout.types import Prompt, Rollout, Routes
 
 
@@ -112,8 +110,4 @@ def _branch(rollout: Rollout, leaf: int, counted: set[int]) -> Branch:
 def _routes(parts: Sequence[Routes | None]) -> Routes | None:
     """The routes of turns that go on from each other."""
     known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    return Routes(
-        np.concatenate([part.experts for part in known]), np.concatenate([part.is_recorded for part in known])
-    )
+    return known[0].then(*known[1:]) if known else None

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from slipstream.conf.schema import SamplingConfig
 from slipstream.rollout.routes import continued
-from slipstream.rollout.types import ABORTED, Rollout, Routes
+from slipstream.rollout.types import ABORTED, Rollout
 
 Sample = Callable[[Sequence[int], SamplingConfig, int | None], Awaitable[Rollout]]
 """(prompt, sampling, seed) -> one response."""
@@ -79,7 +79,7 @@ def without_half_a_stop(so_far: Rollout, stop: Sequence[str]) -> Rollout:
     routes = so_far.routes
     if routes is not None:
         num_positions = max(0, len(routes.is_recorded) - (len(so_far.token_ids) - num_kept))
-        routes = Routes(routes.experts[:num_positions], routes.is_recorded[:num_positions])
+        routes = routes.at(slice(num_positions))
     return replace(
         so_far,
         token_ids=so_far.token_ids[:num_kept],

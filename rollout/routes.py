@@ -83,8 +83,4 @@ def continued(so_far: Rollout, part: Rollout) -> Routes | None:
         return None
     if not so_far.token_ids:
         return part.routes
-    num_kept = len(so_far.routes.is_recorded)
-    return Routes(
-        np.concatenate([so_far.routes.experts, part.routes.experts[num_kept:]]),
-        np.concatenate([so_far.routes.is_recorded, part.routes.is_recorded[num_kept:]]),
-    )
+    return so_far.routes.then(part.routes.at(slice(len(so_far.routes.is_recorded), None)))

@@ -1,9 +1,9 @@
 """What goes into and comes out of a rollout worker. Plain data: importable without torch and without vLLM."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -135,6 +135,15 @@ class Routes:
     """[N, layers with experts, experts per token] uint8, or int16 with more than 256 experts."""
     is_recorded: np.ndarray
     """[N] bool; False where the engine's choice is not known."""
+
+    def at(self, positions: slice) -> Self:
+        return replace(self, experts=self.experts[positions], is_recorded=self.is_recorded[positions])
+
+    def then(self, *others: Self) -> Self:
+        """These, and behind them those of positions that follow."""
+        parts = (self, *others)
+        experts, is_recorded = [one.experts for one in parts], [one.is_recorded for one in parts]
+        return replace(self, experts=np.concatenate(experts), is_recorded=np.concatenate(is_recorded))
 
 
 @dataclass(frozen=True, slots=True)
