@@ -45,9 +45,7 @@ class World:
         self.source = DictSource(0, num_ranks=1, temporary_bytes=temporary_bytes)
         self.sessions = [[MemoryTransport(self.fabric) for _ in range(NUM_RANKS)] for _ in range(num_replicas)]
         self.engines = [PlainEngine(transports) for transports in self.sessions]
-        self.pipeline = Pipeline(
-            self.source, self.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True
-        )
+        self.pipeline = Pipeline(self.source, self.transport, device="cpu", watermark_bytes=watermark_bytes)
         layouts = [engine_layout(rank) for rank in range(NUM_RANKS)]
         self.plan = build_plan(
             [self.source.layout()], [layouts] * num_replicas, max_task_bytes=self.pipeline.max_task_bytes

@@ -80,7 +80,6 @@ class Pipeline:
         *,
         device: torch.device | str,
         watermark_bytes: int,
-        verify_hashes: bool,
         has_changes: bool = False,
     ) -> None:
         self._source = source
@@ -93,7 +92,6 @@ class Pipeline:
         if str(self._device) == "cuda":  # without a number
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._watermark_bytes = watermark_bytes
-        self._verify_hashes = verify_hashes
         self.tasks: Sequence[Task] = ()
         """This rank's schedule; after compile()."""
         self._compiled: list[tuple[tuple[Packet, ...], CompiledReads]] = []
@@ -126,10 +124,8 @@ class Pipeline:
         )
 
     def _reserved_bytes(self, source_bytes: int) -> int:
-        return reserved_bytes(
-            self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes,
-            has_changes=self._marking is not None,
-        )  # fmt: skip
+        has_changes = self._marking is not None
+        return reserved_bytes(self._device.type, self._watermark_bytes, source_bytes, has_changes=has_changes)
 
     def load(self, tasks: Sequence[Task], places: Places | None = None, takes_changes: Flags | None = None) -> None:
         """compile(), then allocate()."""
@@ -170,15 +166,14 @@ class Pipeline:
         self._marked = []
         if self._marking is not None and takes_changes is not None:
             self._marked = [self._marking.compile_marked_reads(packed_reads(packets)) for packets in self.loads]
-        if self._verify_hashes:
-            compile_kernels(self._device)
+        compile_kernels(self._device)
 
     def allocate(self) -> None:
         """Allocate staging and register it. Call it after compile()."""
         self._drop_staging()
         self._slots = Slots(
             self._compiled, slot_bytes=self._slot_bytes, places=self.places, transport=self._transport,
-            device=self._device, watermark_bytes=self._watermark_bytes, verify_hashes=self._verify_hashes,
+            device=self._device, watermark_bytes=self._watermark_bytes,
             quarantined=self._quarantined, marked=self._marked, takes_changes=self._takes_changes,
         )  # fmt: skip
         self._is_released = False

@@ -146,7 +146,6 @@ class Slots:
         transport: Transport,
         device: torch.device,
         watermark_bytes: int,
-        verify_hashes: bool,
         quarantined: dict[int, list[str]],
         marked: Sequence[CompiledMarks] = (),
         takes_changes: Flags | None = None,
@@ -154,7 +153,7 @@ class Slots:
         self.quarantined = quarantined
         self._device = device
         self._transport = transport
-        self._hash_scratch_bytes = scratch_bytes(device.type, watermark_bytes) if verify_hashes else None
+        self._hash_scratch_bytes = scratch_bytes(device.type, watermark_bytes)
         self._max_sums = NUM_SLOTS * max_packets(watermark_bytes)
         self._sums = torch.zeros(self._max_sums, dtype=torch.int64, device=device)
         self._staging = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device)
@@ -270,8 +269,6 @@ class Slots:
 
     def _hashes(self, packets: Sequence[Packet]) -> tuple[RangeHashes, ...]:
         """The hashes of a load's packets, for each slot that it may be in."""
-        if self._hash_scratch_bytes is None:
-            return ()
         offsets = [packet.tasks[0].dest_offset_bytes for packet in packets]
         return tuple(
             RangeHashes(

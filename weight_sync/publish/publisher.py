@@ -94,7 +94,6 @@ class Publisher:
             transport,
             device=device,
             watermark_bytes=config.watermark_bytes,
-            verify_hashes=config.verify_hashes,
             has_changes=self._bases.is_on,
         )
         self._endpoints: list[str] = []
@@ -224,9 +223,8 @@ class Publisher:
 
         def survey() -> None:
             pipeline = Pipeline(
-                base, self._transport, device=self._device, watermark_bytes=self._config.watermark_bytes,
-                verify_hashes=self._config.verify_hashes,
-            )  # fmt: skip
+                base, self._transport, device=self._device, watermark_bytes=self._config.watermark_bytes
+            )
             try:
                 pipeline.load(self._pipeline.tasks, self._places)
                 found.append(pipeline.survey())

@@ -13,6 +13,7 @@ from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.weight_sync.pipeline.packing import packed_reads
 from slipstream.weight_sync.pipeline.pipeline import Pipeline
+from slipstream.weight_sync.plan.budget import scratch_bytes
 from slipstream.weight_sync.plan.plan import build_plan
 
 TWO_LAYERS = {
@@ -47,9 +48,8 @@ def test_a_load_serves_all_destinations_alike_and_packs_what_each_gets_of_a_stac
     source, spec, tp_size, watermark_bytes, num_launches, num_writes
 ):
     watermark_bytes += source.temporary_bytes  # which are 0 on a GPU: its merge needs no scratch
-    pipeline = Pipeline(
-        source, MemoryTransport(MemoryFabric()), device="cpu", watermark_bytes=watermark_bytes, verify_hashes=False
-    )
+    watermark_bytes += scratch_bytes("cpu", watermark_bytes)
+    pipeline = Pipeline(source, MemoryTransport(MemoryFabric()), device="cpu", watermark_bytes=watermark_bytes)
     plan = build_plan([source.layout()], [engine_layouts(spec, tp_size)], max_task_bytes=pipeline.max_task_bytes)
     pipeline.compile(plan.tasks[0])
     launches: list[int] = []

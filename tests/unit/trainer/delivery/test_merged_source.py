@@ -268,7 +268,7 @@ def test_staging_ends_though_the_plan_is_kept(end):
     rank, fabric = make_rank(), MemoryFabric()
     transport, engine = RememberingTransport(fabric), MemoryTransport(fabric)
     layout = MirrorEngine(rank.delivery.source.layout().tensors, engine).receivers[0].describe().layout
-    pipeline = Pipeline(rank.delivery.source, transport, device="cpu", watermark_bytes=1 << 20, verify_hashes=True)
+    pipeline = Pipeline(rank.delivery.source, transport, device="cpu", watermark_bytes=1 << 20)
     plan = build_plan([rank.delivery.source.layout()], [[layout]], max_task_bytes=pipeline.max_task_bytes)
     pipeline.load(plan.tasks[0])
     pipeline.prepare(0)

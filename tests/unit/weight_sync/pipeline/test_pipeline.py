@@ -90,9 +90,7 @@ def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, tempor
 def test_two_pipelines_of_a_rank_keep_to_one_watermark() -> None:
     """What each holds, as it accounts for it: staging that the link knows, and the sums."""
     world = World(1, watermark_bytes := HASH_BYTES + 1024)
-    other = Pipeline(
-        DictSource(0, num_ranks=1), world.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True
-    )
+    other = Pipeline(DictSource(0, num_ranks=1), world.transport, device="cpu", watermark_bytes=watermark_bytes)
 
     def held_bytes() -> int:
         staging = sum(held.num_bytes for held in world.transport.registered)
@@ -174,10 +172,7 @@ def test_room_is_left_for_changes_if_they_are_sent_and_the_source_can_mark_them(
 ) -> None:
     world = World(1, watermark_bytes := 1 << 20)
     source = KeptSource(world.source, watermark_bytes, "cpu") if is_marking else world.source
-    pipeline = Pipeline(
-        source, world.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True,
-        has_changes=has_changes,
-    )  # fmt: skip
+    pipeline = Pipeline(source, world.transport, device="cpu", watermark_bytes=watermark_bytes, has_changes=has_changes)
     assert (pipeline.max_task_bytes < world.pipeline.max_task_bytes) == (is_marking and has_changes)
 
 
@@ -193,9 +188,7 @@ def test_a_task_larger_than_a_slot_is_refused_and_one_as_large_is_not(monkeypatc
     largest = max(task.num_bytes for task in plan.tasks[0])
     monkeypatch.setattr(budget, "SLOT_ALIGNMENT_BYTES", 2)
     for watermark_bytes, fits in ((HASH_BYTES + 2 * largest, True), (HASH_BYTES + 2 * largest - 1, False)):
-        pipeline = Pipeline(
-            world.source, world.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True
-        )
+        pipeline = Pipeline(world.source, world.transport, device="cpu", watermark_bytes=watermark_bytes)
         if fits:
             pipeline.load(plan.tasks[0])
             continue
@@ -203,21 +196,15 @@ def test_a_task_larger_than_a_slot_is_refused_and_one_as_large_is_not(monkeypatc
             pipeline.load(plan.tasks[0])
 
 
-@pytest.mark.parametrize("verify_hashes", [True, False])
-def test_kernels_that_hash_are_compiled_with_the_plan_if_anything_is_hashed(
-    monkeypatch: pytest.MonkeyPatch, verify_hashes: bool
-) -> None:
+def test_kernels_that_hash_are_compiled_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     world, compiled_for = World(), []
     monkeypatch.setattr(pipeline_module, "compile_kernels", compiled_for.append)
-    pipeline = Pipeline(
-        world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=verify_hashes
-    )
+    pipeline = Pipeline(world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK)
     pipeline.load(world.plan.tasks[0])
-    devices = [torch.device("cpu")] * verify_hashes
-    assert compiled_for == devices
+    assert compiled_for == [torch.device("cpu")]
     pipeline.prepare(1)
     assert pipeline.run(1, world.bindings(), world.budgets_s).report.errors == {}
-    assert compiled_for == devices, "no publish waits for them"
+    assert compiled_for == [torch.device("cpu")], "no publish waits for them"
     pipeline.close()
 
 
@@ -234,7 +221,7 @@ def test_a_slot_is_as_large_as_the_largest_task_of_a_short_schedule() -> None:
 
 def test_a_publish_needs_a_plan() -> None:
     world = World()
-    empty = Pipeline(world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 256, verify_hashes=True)
+    empty = Pipeline(world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 256)
     empty.prepare(1)
     assert "a publish before there is a plan" in empty.run(1, world.bindings(), world.budgets_s).report.errors[0]
     assert world.source.num_ends == 1

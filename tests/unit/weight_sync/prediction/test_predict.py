@@ -165,17 +165,16 @@ def test_counts_of_changes_are_reserved_beside_the_sums():
 
 
 @pytest.mark.parametrize("watermark_bytes", [1 << 16, 1 << 20, 1 << 30])
-@pytest.mark.parametrize("verify_hashes", [True, False])
-def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes, verify_hashes):
+def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes):
     class Source:
         temporary_bytes = 1000
 
-    real = pipeline.Pipeline(Source(), None, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=verify_hashes)
+    real = pipeline.Pipeline(Source(), None, device="cpu", watermark_bytes=watermark_bytes)
     real.load([])
     slots = real._slots
     assert slots is not None
-    held = slots._sums.nbytes + (slots._hash_scratch_bytes or 0) + Source.temporary_bytes
-    assert staging.reserved_bytes("cpu", watermark_bytes, 1000, verify_hashes=verify_hashes) == held
+    held = slots._sums.nbytes + slots._hash_scratch_bytes + Source.temporary_bytes
+    assert staging.reserved_bytes("cpu", watermark_bytes, 1000) == held
     assert real.max_task_bytes == Staging(watermark_bytes=watermark_bytes, reserved_bytes=held).max_task_bytes
 
 
