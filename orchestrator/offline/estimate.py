@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from slipstream.orchestrator.offline.hardware import Hardware
 from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
-from slipstream.rollout.layouts.offline_slots import offline_slots
+from slipstream.rollout.layouts.offline_slots import offline_slot
 from slipstream.trainer.weights.quantization import BlockFp8
 from slipstream.weight_sync.errors import PlanError, WatermarkError
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
@@ -356,13 +357,14 @@ def _merged_sides(
 def _adapter_sides(config: RunConfig, hf_config: HfConfig, planned: PlannedTrainer) -> _Sides:
     """The factors alone, into one slot; engines keep the base in whatever form they like."""
     rollout, sources = config.rollout, planned.adapter_layouts()
-    engine = offline_slots(
+    slot = partial(
+        offline_slot,
         sources[0].tensors,
         tp_size=rollout.tp_size,
         enable_expert_parallel=rollout.enable_expert_parallel,
         num_kv_heads=_num_kv_heads(hf_config),
     )
-    return _staging(config, 0), sources, engine
+    return _staging(config, 0), sources, tuple(map(slot, range(rollout.tp_size)))
 
 
 def _num_kv_heads(hf_config: HfConfig) -> int:

@@ -9,11 +9,11 @@ digest is of a layout that was recorded layer by layer. A file that is wrong, da
 whole recording, nothing else.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from slipstream.rollout.layouts.offline_layout import engine_version
 from slipstream.rollout.node_cache import cache_folder, keep
@@ -28,38 +28,24 @@ class ExpectedLayouts:
     def __init__(self, options: WorkerOptions) -> None:
         config, tensors = options.config, [[meta.name, list(meta.shape), meta.dtype] for meta in options.tensors]
         kind = str(options.dtype), str(options.device), config.tp_size, config.enable_expert_parallel
-        self._file = known_file(tensors, *kind, engine_version())
+        changes_it = json.dumps([tensors, *kind, engine_version()])
+        name = hashlib.sha256(changes_it.encode()).hexdigest()
+        self._file = cache_folder() / "layouts" / f"{name}.digests"
         self._known: list[str] = []
 
     def digests(self) -> list[str]:
-        """layout_wire.layouts_digest() of each rank of a former engine; empty if there was none."""
-        self._known = read_known(self._file)
+        """layouts_digest() of each rank of a former engine; empty if there was none, or its file cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(self._file.read_bytes())
+            if isinstance(found, list) and all(isinstance(digest, str) for digest in found):
+                self._known = found
         return self._known
 
     def keep(self, found: Sequence[str]) -> None:
         """Let later engines know what this one has found."""
-        if list(found) != self._known:
-            keep_known(self._file, found)
-
-
-def known_file(*depends_on: object) -> Path:
-    """The file of engines that agree in these values (JSON types): whatever may change a layout."""
-    name = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
-    return cache_folder() / "layouts" / f"{name}.digests"
-
-
-def read_known(file: Path) -> list[str]:
-    """A digest per rank; empty if there are none, or the file cannot be read."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return []
-    return found if isinstance(found, list) and all(isinstance(digest, str) for digest in found) else []
-
-
-def keep_known(file: Path, digests: Sequence[str]) -> None:
-    """Write them for the next engine."""
-    try:
-        keep(file, json.dumps(list(digests)).encode())
-    except OSError as error:
-        logger.warning("later engines record the whole layout again: %s cannot be written: %s", file, error)
+        if list(found) == self._known:
+            return
+        try:
+            keep(self._file, json.dumps(list(found)).encode())
+        except OSError as error:
+            logger.warning("later engines record the whole layout again: %s cannot be written: %s", self._file, error)

@@ -30,10 +30,10 @@ _SPLIT_INPUTS = ("o", "down")
 _EXPERT_PARTS = {"gate": ("w13", 0), "up": ("w13", 1), "down": ("w2", 0)}
 
 
-def offline_slots(
-    tensors: Sequence[TensorMeta], *, tp_size: int, enable_expert_parallel: bool, num_kv_heads: int
-) -> tuple[DestLayout, ...]:
-    """The layout of one slot, for every engine rank.
+def offline_slot(
+    tensors: Sequence[TensorMeta], rank: int, *, tp_size: int, enable_expert_parallel: bool, num_kv_heads: int
+) -> DestLayout:
+    """The layout of one slot of an engine rank.
 
     Args:
         tensors: Factors, as trainer.weights.adapter_names.adapter_tensors lists them.
@@ -42,18 +42,6 @@ def offline_slots(
     Raises:
         EngineError: A factor belongs to a module that engines do not adapt, or does not divide over the ranks.
     """
-    return tuple(
-        offline_slot(
-            tensors, rank, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, num_kv_heads=num_kv_heads
-        )
-        for rank in range(tp_size)
-    )
-
-
-def offline_slot(
-    tensors: Sequence[TensorMeta], rank: int, *, tp_size: int, enable_expert_parallel: bool, num_kv_heads: int
-) -> DestLayout:
-    """The slot of one engine rank; arguments and errors are those of `offline_slots`."""
     numbers = (int(found[1]) for found in (_EXPERT_NUMBER.search(meta.name) for meta in tensors) if found)
     experts = 1 + max(numbers, default=-1)
     is_split = enable_expert_parallel and tp_size > 1

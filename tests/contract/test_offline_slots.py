@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.rollout.layouts.offline_slots import offline_slots
+from slipstream.rollout.layouts.offline_slots import offline_slot
 from slipstream.weight_sync.layout import PostLoad, TensorMeta
 
 adapter_slots = pytest.importorskip(
@@ -26,8 +26,8 @@ def factors() -> list[TensorMeta]:
 
 @pytest.mark.parametrize("is_split", [True, False])
 def test_a_slot_is_cut_as_the_engine_is(is_split: bool) -> None:
-    layouts = offline_slots(factors(), tp_size=2, enable_expert_parallel=is_split, num_kv_heads=2)
-    for rank, layout in enumerate(layouts):
+    for rank in range(2):
+        layout = offline_slot(factors(), rank, tp_size=2, enable_expert_parallel=is_split, num_kv_heads=2)
         shapes = {param.name.removeprefix("model.layers.0."): param.shape for param in layout.params}
         assert shapes["self_attn.o_proj.lora_a.0"] == (1, 2, 4)
         assert shapes["mlp.experts.w13_lora_a.0"] == ((2 if is_split else 4), 2, 8)
@@ -39,7 +39,7 @@ def test_a_slot_is_cut_as_the_engine_is(is_split: bool) -> None:
 
 
 def test_the_second_a_is_copied_and_everything_else_is_left_alone() -> None:
-    (layout,) = offline_slots(factors(), tp_size=1, enable_expert_parallel=False, num_kv_heads=2)
+    layout = offline_slot(factors(), 0, tp_size=1, enable_expert_parallel=False, num_kv_heads=2)
     assert adapter_slots.with_shared_a(layout) == layout  # what is computed is what a live engine declares
     derived = [param.name for param in layout.params if param.post_load is PostLoad.derived]
     assert derived == [f"{EXPERTS}.w13_lora_a.1"]
