@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from fakes.restarts import turns
 
 from slipstream.rollout import kept_groups
 from slipstream.rollout.kept_groups import KeptGroups
@@ -50,7 +51,7 @@ class Fixture:
         """A controller asks and is killed: the server cancels what it had asked (test_calls.py)."""
         self.may_answer.clear()
         asked = self.ask()
-        await asyncio.sleep(0.01)
+        await turns()
         self.kept.hand_on()
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -61,7 +62,7 @@ async def test_a_group_under_way_goes_on_and_to_the_next_controller_once() -> No
     await engine.leave_while_it_samples()
     assert engine.kept.left() == [b"a"]
     again, more = engine.ask(), engine.ask()
-    await asyncio.sleep(0.01)
+    await turns()
     engine.may_answer.set()
     assert [(await one)[0].token_ids[0] for one in (again, more)] == [1, 2]
     assert (engine.num_sampled, engine.num_cancelled, engine.kept.left()) == (2, 0, [])
@@ -84,7 +85,7 @@ async def test_no_group_of_a_version_that_is_gone_or_too_old_is_given(more: int,
     await engine.leave_while_it_samples()
     engine.version += more
     again = engine.ask()
-    await asyncio.sleep(0.01)
+    await turns()
     engine.may_answer.set()
     assert ((await again)[0].token_ids[0], await engine.ask_and_wait(b"b")) == ((2, 1) if is_kept else (3, 4))
     assert engine.num_cancelled == (not is_kept)
@@ -116,7 +117,7 @@ async def test_a_group_that_came_to_nothing_is_sampled_anew(end: Any, caplog: py
     await asyncio.gather(engine.ask(), return_exceptions=True)
     await engine.leave_while_it_samples()
     engine.may_answer.set()
-    await asyncio.sleep(0.01)
+    await turns()
     assert await engine.ask_and_wait() == 3
     assert not caplog.records
 
@@ -126,7 +127,7 @@ async def test_an_error_reaches_who_asks_now() -> None:
     engine.ends = [ValueError("the engine failed")]
     await engine.leave_while_it_samples()
     asked = engine.ask()
-    await asyncio.sleep(0.01)
+    await turns()
     engine.may_answer.set()
     with pytest.raises(ValueError, match="the engine failed"):
         await asked
@@ -139,12 +140,12 @@ async def test_engines_sample_for_nobody_where_no_other_controller_comes(num_ver
     assert (engine.kept.left(), engine.num_cancelled) == (([], 1) if num_versions == 0 else ([b"a"], 0))
     engine.version += num_versions + 1
     engine.kept.hand_on()
-    await asyncio.sleep(0.01)
+    await turns()
     assert (engine.kept.left(), engine.num_cancelled) == ([], 1)
     asked = engine.ask()
-    await asyncio.sleep(0.01)
+    await turns()
     engine.kept.close()
-    await asyncio.sleep(0.01)
+    await turns()
     assert asked.done() == (num_versions > 0)
     asked.cancel()
 

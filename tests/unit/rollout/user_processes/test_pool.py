@@ -22,10 +22,12 @@ import asyncio
 from pathlib import Path
 
 async def play(task, session):
+    diary = Path(task.get("diary", "/dev/null"))
     try:
+        diary.write_text("begun")
         await asyncio.sleep(task["seconds"])
     except asyncio.CancelledError:
-        Path(task["told"]).touch()
+        diary.write_text("cancelled")
         raise
     return 0.5
 """
@@ -43,36 +45,39 @@ async def running(folder: Path) -> AsyncIterator[UserPool]:
         await pool.close()
 
 
-async def until(file: Path) -> None:
-    async with asyncio.timeout(30):
-        while not await asyncio.to_thread(file.exists):
-            await asyncio.sleep(0.02)
+async def until(diary: Path, said: str) -> None:
+    while not is_in(diary, said):
+        await asyncio.sleep(0.02)
+
+
+def is_in(diary: Path, said: str) -> bool:
+    return diary.exists() and diary.read_text() == said
 
 
 async def test_a_cancelled_question_is_cancelled_in_the_process_which_goes_on(tmp_path: Path) -> None:
     async with running(tmp_path) as pool:
         other = asyncio.create_task(run_episode(pool, {"seconds": 2}, "", ""))
-        late = asyncio.create_task(run_episode(pool, {"seconds": 600, "told": str(tmp_path / "told")}, "", ""))
-        await asyncio.sleep(0.5)
+        late = asyncio.create_task(run_episode(pool, {"seconds": 600, "diary": str(tmp_path / "diary")}, "", ""))
+        await until(tmp_path / "diary", "begun")
         late.cancel()
-        await until(tmp_path / "told")
+        await until(tmp_path / "diary", "cancelled")
         assert await other == Outcome(reward=0.5)
         assert late.cancelled()
 
 
 async def test_what_is_asked_when_the_pool_is_closed_cleans_up(tmp_path: Path) -> None:
     async with running(tmp_path) as pool:
-        task = {"seconds": 600, "told": str(tmp_path / "told")}
+        task = {"seconds": 600, "diary": str(tmp_path / "diary")}
         asked = asyncio.create_task(run_episode(pool, task, "", ""))
-        await asyncio.sleep(0.5)
+        await until(tmp_path / "diary", "begun")
     assert (await asked).failure == DIED
-    assert (tmp_path / "told").exists()
+    assert is_in(tmp_path / "diary", "cancelled")
 
 
 async def test_an_answer_that_comes_with_the_deadline_is_late(tmp_path: Path) -> None:
     async with running(tmp_path) as pool:
-        question = [{"seconds": 0.2}, "", "", ""]
-        asked = asyncio.create_task(pool.ask(question, lambda answer: answer, timeout_s=0.6, limit="0.6 s"))
+        question = [{"seconds": 0.5}, "", "", ""]
+        asked = asyncio.create_task(pool.ask(question, lambda answer: answer, timeout_s=1.0, limit="1 s"))
         await asyncio.sleep(0.05)
         time.sleep(1.5)  # noqa: ASYNC251 - the loop finds the answer and the end of the time together
         with pytest.raises(Lost) as lost:
