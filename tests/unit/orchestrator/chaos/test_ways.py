@@ -63,14 +63,14 @@ def wait_until(victim: psutil.Process, status: str) -> None:
 
 
 def test_a_slow_victim_stands_and_runs_by_turns_and_goes_on_afterwards() -> None:
-    with subprocess.Popen(["sleep", "60"]) as started:
+    with subprocess.Popen(["sleep", "600"]) as started:
         victim = psutil.Process(started.pid)
         with pytest.raises(KeyboardInterrupt), slowed([victim]):
             for status in (psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING) * 2:
                 wait_until(victim, status)
             raise KeyboardInterrupt
         assert "slows the victim" not in [thread.name for thread in threading.enumerate()]
-        assert victim.status() == psutil.STATUS_SLEEPING
+        wait_until(victim, psutil.STATUS_SLEEPING)
         started.kill()
 
 
