@@ -90,10 +90,9 @@ def push(flags: argparse.Namespace, serve_words: list[str]) -> int:
             "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
         )
     from slipstream.orchestrator.push.command import run_push
-    from slipstream.orchestrator.push.push_options import PushOptions
+    from slipstream.orchestrator.push.push_options import PushOptions, addresses
 
-    engines = tuple(url for word in flags.to for url in word.split(",") if url)
-    options = options_of(PushOptions, flags, "once", "json", to=engines, serve_words=tuple(serve_words))
+    options = options_of(PushOptions, flags, "once", "json", to=addresses(flags.to), serve_words=tuple(serve_words))
     with wound_down_by_signals() as received:
         try:
             run_push(options, as_json=flags.json, stay=not flags.once)

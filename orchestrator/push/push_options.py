@@ -1,5 +1,6 @@
 """The flags of `slipstream push`, and the rules between them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,3 +47,17 @@ class PushOptions:
             raise ConfigError("--base is what running engines (--to) hold; those that --start starts hold nothing yet")
         if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
             raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")
+
+
+def addresses(words: Sequence[str]) -> tuple[str, ...]:
+    """The engines that --to names; one word may name several.
+
+    Raises:
+        ConfigError: A comma may be one of a user or a password. The message tells neither.
+    """
+    if any("@" in url and "://" not in url for word in words for url in word.split(",")[1:]):
+        raise ConfigError(
+            "--to parts addresses at commas: a comma in a user or a password is written %2C, and an address with a "
+            "user that stands behind a comma begins with http:// or https://"
+        )
+    return tuple(url for word in words for url in word.split(",") if url)

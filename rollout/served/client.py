@@ -265,7 +265,8 @@ def _split(url: str) -> SplitResult:
         if parts.scheme in ("http", "https") and parts.hostname and is_whole and parts.port != 0:
             return parts
     shown = re.sub(r"^(\w+://)?.*@", r"\1", url)
-    raise ConfigError(f"--to takes addresses of vLLM servers such as http://127.0.0.1:8000, got {shown!r}")
+    hint = "; / in a user or a password is written %2F, ? %3F and # %23" if "@" in url else ""
+    raise ConfigError(f"--to takes addresses of vLLM servers such as http://127.0.0.1:8000, got {shown!r}{hint}")
 
 
 def is_own_address(host: str) -> bool:

@@ -19,7 +19,7 @@ from slipstream.orchestrator.machine import Machine
 from slipstream.orchestrator.offline import record as record_command
 from slipstream.orchestrator.push import engine_starts
 from slipstream.orchestrator.push.command import Push
-from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.orchestrator.push.push_options import PushOptions, addresses
 from slipstream.rollout.layouts.offline_layout import LayoutRequest
 from slipstream.rollout.served.servers import SERVER_MODULE, ServerOptions, serve_command, server_environment
 from slipstream.weight_sync.layout import DestLayout, Param
@@ -105,6 +105,9 @@ def test_wrong_flags_are_named(
         "me:swordfish@nowhere.invalid",
         "http://me:sword/fish@127.0.0.1:1",
         "http://me:1?fish@127.0.0.1:1",
+        "http://me:cat,fish@127.0.0.1:1",
+        "me:cat,1,fi/sh@127.0.0.1:1",
+        "127.0.0.1:1,me:swordfish@127.0.0.1:2",
     ],
 )
 def test_no_message_tells_the_password_of_an_address(
@@ -112,7 +115,26 @@ def test_no_message_tells_the_password_of_an_address(
 ) -> None:
     assert main(["push", str(checkpoint), "--to", address]) != 0
     said = capsys.readouterr().err
-    assert "--to" in said and "fish" not in said and "me:" not in said
+    assert "--to" in said and "fish" not in said and "cat" not in said and "me:" not in said
+
+
+@pytest.mark.parametrize(
+    ("address", "cure"),
+    [
+        ("http://me:cat,fish@127.0.0.1:1", "a comma in a user or a password is written %2C"),
+        ("127.0.0.1:1,me:swordfish@127.0.0.1:2", "begins with http:// or https://"),
+        ("http://me:sword/fish@127.0.0.1:1", "/ in a user or a password is written %2F, ? %3F and # %23"),
+    ],
+)
+def test_a_login_that_cannot_be_read_is_refused_with_how_to_write_it(
+    address: str, cure: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cure in message(["push", str(checkpoint), "--to", address], capsys)
+
+
+def test_addresses_of_one_flag_are_parted_by_commas_and_logins_stay_with_theirs() -> None:
+    one, other = "http://me:cat%2Cfish@a:1", "https://me:x@b:2"
+    assert addresses([f"{one},{other},", "me:x@c:3,d:4"]) == (one, other, "me:x@c:3", "d:4")
 
 
 @pytest.mark.parametrize(("transport", "lacks"), [("nvlink", "usable GPU"), ("rdma", "RDMA device")])

@@ -191,10 +191,10 @@ def test_an_engine_is_reached_at_loopback_where_it_runs_on_this_machine() -> Non
 
 
 def test_user_and_password_of_an_address_go_into_requests_and_not_into_its_name(api: Api) -> None:
-    engine = ServedEngine(api.url.replace("//", "//me:sword%2Ffish@"))
+    engine = ServedEngine(api.url.replace("//", "//me:sword%2Ffish%2C%40@"))
     assert engine.url == api.url
     engine.pause()
-    assert api.authorization == "Basic " + base64.b64encode(b"me:sword/fish").decode()
+    assert api.authorization == "Basic " + base64.b64encode(b"me:sword/fish,@").decode()
 
 
 def read_request(connection: socket.socket) -> None:
