@@ -17,7 +17,7 @@ from slipstream.conf.architecture.spelling import check_spelling
 from slipstream.conf.checks.tensor_parallel import num_experts_of
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
-from slipstream.conf.options import options_by_name, show
+from slipstream.conf.options import show
 from slipstream.conf.schema import AlgorithmConfig, Objective, RewardPart, RunConfig
 from slipstream.conf.schema.read_if import READ_IF, REMOVE_ONE, If
 
@@ -46,22 +46,30 @@ def check_no_override_is_ignored(config: RunConfig, names: Collection[str], hf_c
     Raises:
         ConfigError: An option has no effect.
     """
-    experts = hf_config is None or num_experts_of(hf_config) > 0
     for name in names:
-        for subjects, by_what, cure in _reasons_about_many(config):
-            if any(name == one or (one.endswith(".") and name.startswith(one)) for one in subjects):
-                raise ConfigError(f"{name} has no effect with {by_what}; {cure}")
-        for one in conditions_of(name) if name in options_by_name() else ():
-            if one.condition == "has_experts=true":
-                if not experts:
-                    raise ConfigError(
-                        f"{name} has no effect with model_type={kind_of(hf_config or {})}{one.told}; remove it"
-                    )
-            elif not any(_holds(config, part) for part in one.condition.split(" or ")):
-                raise ConfigError(f"{name} has no effect with {_by_what(config, one)}; {_cure(one)}")
+        for by_what, cure in _reasons(config, name, hf_config):
+            raise ConfigError(f"{name} has no effect with {by_what}; {cure}")
     known = dict(hf_config or {})  # a field that was removed is not in it
     if typed := {name.split(".")[2] for name in names if name.startswith("model.hf_config.")} & known.keys():
         check_spelling(known, typed, each_is_read=True)
+
+
+def is_read(config: RunConfig, name: str) -> bool:
+    """Whether an option has an effect in this run, whatever its architecture."""
+    return not any(_reasons(config, name, None))
+
+
+def _reasons(config: RunConfig, name: str, hf_config: HfConfig | None) -> Iterator[tuple[str, str]]:
+    """Why an option has no effect in this run, and the cure."""
+    for subjects, by_what, cure in _reasons_about_many(config):
+        if any(name == one or (one.endswith(".") and name.startswith(one)) for one in subjects):
+            yield by_what, cure
+    for one in conditions_of(name):
+        if one.condition == "has_experts=true":
+            if hf_config is not None and num_experts_of(hf_config) == 0:
+                yield f"model_type={kind_of(hf_config)}{one.told}", "remove it"
+        elif not any(_holds(config, part) for part in one.condition.split(" or ")):
+            yield _by_what(config, one), _cure(one)
 
 
 def _reasons_about_many(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -80,15 +88,14 @@ def _reasons_about_many(config: RunConfig) -> Iterator[tuple[tuple[str, ...], st
 
 @functools.cache
 def conditions_of(name: str) -> tuple[If, ...]:
-    """What the field of an option and the sections around it say of when it is read."""
-    section: type = RunConfig
+    """What the field of an option and the sections around it say of when it is read. A config group has none."""
+    section: object = RunConfig
     found: tuple[If, ...] = ()
     for part in name.split("."):
-        (item,) = (item for item in fields(section) if item.name == part)
-        found += item.metadata.get(READ_IF, ())
-        kind: object = get_type_hints(section)[part]
-        if isinstance(kind, type) and is_dataclass(kind):
-            section = kind
+        if not (isinstance(section, type) and is_dataclass(section)):
+            break  # a key of a mapping
+        found += next((item.metadata.get(READ_IF, ()) for item in fields(section) if item.name == part), ())
+        section = get_type_hints(section).get(part)
     return found
 
 

@@ -13,6 +13,7 @@ import json
 import logging
 from dataclasses import asdict
 
+from slipstream.conf.checks.ignored import is_read
 from slipstream.conf.json_files import JsonMapping, JsonObject, object_in
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.conf.whole_files import write_whole
@@ -25,9 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 _OF_NO_FIGURE = frozenset(
-    {"api_key_env", "base_url", "cache_path", "env", "max_concurrent", "num_processes", "requests_per_minute", "seed"}
+    {
+        *("address", "api_key_env", "base_url", "cache_path", "env"),
+        *("max_concurrent", "num_processes", "requests_per_minute", "seed"),
+    }
 )
 """Options of these sections that change no verdict; nor do seconds, which some have to be given more of."""
+_OF_LENGTH = frozenset({"reward.length_penalty", "reward.overlong_penalty", "reward.overlong_tokens"})
+"""What these take from a reward makes no response wrong."""
 
 
 def options_behind(config: RunConfig) -> JsonObject:
@@ -38,16 +44,26 @@ def options_behind(config: RunConfig) -> JsonObject:
     if config.algorithm.objective is not Objective.policy:
         return options | ({"algorithm.dpo_beta": config.algorithm.dpo_beta} if metric.endswith("dpo_loss") else {})
     rollout = {name: asdict(getattr(config.rollout, name)) for name in ("sampling", "eval", "episodes")}
-    sections = flatten(
-        to_plain({"reward": asdict(config.reward), "rollout": {**rollout, "agent": config.rollout.agent}})
-    )
-    ends = ((name, name.rpartition(".")[2], value) for name, value in sections)
-    options |= {name: value for name, end, value in ends if end not in _OF_NO_FIGURE and not end.endswith("_s")}
+    rollout |= {"agent": config.rollout.agent, "max_model_len": config.rollout.max_model_len}
+    sections = flatten(to_plain({"reward": asdict(config.reward), "rollout": rollout}))
+    options |= {name: value for name, value in sections if _may_change_it(name, config)}
     if not metric.endswith("/reward"):
         options["run.eval_right_from"] = config.run.eval_right_from
     if metric.endswith("/majority"):
         options["run.eval_samples_per_prompt"] = config.run.eval_samples_per_prompt
     return options
+
+
+def _may_change_it(name: str, config: RunConfig) -> bool:
+    """Whether another value of an option that options_behind looks at may give the figure another meaning."""
+    end, rollout = name.rpartition(".")[2], config.rollout
+    if end in _OF_NO_FIGURE or end.endswith("_s") or not is_read(config, name):
+        return False
+    if name in _OF_LENGTH:
+        return str(config.run.keep_best).endswith("/reward")
+    if name == "rollout.max_model_len":
+        return rollout.agent is not None  # a response alone has room for all of its tokens
+    return name != "rollout.sampling.temperature" or rollout.eval.temperature is None
 
 
 class BestCheckpoint:
@@ -73,8 +89,10 @@ class BestCheckpoint:
         if step is not None and step <= up_to_step and store.of_step(step) is not None:
             self._step = step
             store.spared.add(step)
+        options = known.get("options", self._options)  # of a release that wrote down more of them, too
+        options = {name: value for name, value in options.items() if _may_change_it(name, config)}
         others = changes(
-            _told(known.get("metric"), known.get("held_out", self._held_out), known.get("options", self._options)),
+            _told(known.get("metric"), known.get("held_out", self._held_out), options),
             _told(metric, self._held_out, self._options),
         )
         if known and not others:

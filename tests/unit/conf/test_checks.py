@@ -127,6 +127,7 @@ CASES = [
     ("model.tokenizer=null", "model.tokenizer is required.*characters"),
     ("reward=exact_match reward.pattern=x", "reward.pattern has no effect with reward.kind=exact_match"),
     ("reward=exact_match reward.keep_special_tokens=true", "reward.keep_special_tokens=true contradicts reward.kind=exact_match.*choose reward=regex"),
+    ("reward=math +reward.judge.extra.effort=low", "reward.judge.extra.effort has no effect with reward.kind=math"),
     ("cluster=attached cluster.dashboard=true", "cluster.dashboard has no effect with cluster.ray_address=auto"),
     ("cluster.device=cuda rollout.enable_expert_parallel=true", "rollout.enable_expert_parallel has no effect with rollout.tp_size=1.*set rollout.tp_size"),
     ("cluster.device=cuda model.engine_format=block_fp8 model.dtype=float32", "model.dtype=float32 contradicts block-FP8 engines.*set model.dtype=bfloat16"),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fakes.loop import make_config
 
-from slipstream.conf.schema import Objective, RunConfig
-from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
+from slipstream.conf.schema import JudgeConfig, Objective, RunConfig
+from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint, options_behind
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, complete_checkpoints, step_of
 
@@ -41,7 +41,14 @@ OTHER_MEANINGS = [
     ("eval/reward", _rollout("sampling", max_tokens=3), "rollout.sampling.max_tokens"),
     ("eval/reward", _rollout("eval", temperature=0.25), "rollout.eval.temperature: None before, 0.25 now"),
     ("eval/reward", _rollout("episodes", max_turns=3), "rollout.episodes.max_turns: 32 before, 3 now"),
-    ("eval/reward", _with("rollout", agent="a.py:play"), "rollout.agent: None before, 'a.py:play' now"),
+    ("eval/reward", _with("rollout", agent="a.py:play"), "rollout.agent: 'play.py:play' before, 'a.py:play' now"),
+    ("eval/reward", _with("rollout", max_model_len=999), "rollout.max_model_len"),
+    ("eval/reward", _with("reward", length_penalty=0.5), "reward.length_penalty: 0.0 before, 0.5 now"),
+    (
+        "eval/reward",
+        _with("reward", parts={"right": {"kind": "math"}}),
+        "reward.parts.right.kind: not there before, 'math' now",
+    ),
     ("eval/reward", _with("data", drop_too_long=True), "prompt tokens"),
     ("eval/pass_at_1", _with("run", eval_right_from=0.5), "run.eval_right_from: 1.0 before, 0.5 now"),
     ("eval/majority", _with("run", eval_samples_per_prompt=4), "run.eval_samples_per_prompt"),
@@ -53,14 +60,17 @@ SAME_MEANINGS = [
     ("eval/reward", _with("algorithm", kl_coef=0.5)),
     ("eval/reward", _with("data", max_sequence_tokens=99)),
     ("eval/reward", _rollout("eval", seed=5)),
-    ("eval/reward", _rollout("episodes", timeout_s=9.0, env=("KEY",))),
+    ("eval/reward", _rollout("episodes", timeout_s=9.0, env=("KEY",), address="0.0.0.0:8100")),
+    ("eval/reward", _with("reward", pattern="x", judge=JudgeConfig(model="m"), overlong_penalty=9.0)),
+    ("eval/pass_at_1", _with("reward", overlong_tokens=2, length_penalty=0.5)),
     ("eval/dpo_accuracy", _with("algorithm", dpo_beta=0.5)),
 ]
 
 
 def _two_checkpoints(tmp_path: Path, metric: str) -> tuple[CheckpointStore, RunConfig]:
-    """Steps 1 and 2, of which step 1 is the best."""
+    """Steps 1 and 2 of an agent's run, of which step 1 is the best."""
     config = _with("data", eval_path="held_out.jsonl")(_with("run", keep_best=metric)(make_config()))
+    config = _with("rollout", agent="play.py:play")(config)
     if "dpo" in metric:
         config = _with("algorithm", objective=Objective.dpo)(config)
     store = CheckpointStore(tmp_path, keep=1, options={})
@@ -98,6 +108,32 @@ def test_a_figure_is_compared_with_whatever_else_has_changed(
         resumed.judge(step, 0.6 if "loss" in metric else 0.4)
     assert not caplog.messages
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        (_with("rollout", agent=None), _rollout("episodes", max_turns=3)),
+        (_with("rollout", agent=None), _with("rollout", max_model_len=999)),
+        (_rollout("eval", temperature=0.25), _rollout("sampling", temperature=0.5)),
+        (_rollout("eval", temperature=0.0), _rollout("eval", top_k=5)),
+        (_with("reward", parts={"right": {"kind": "math"}}), _with("reward", kind="math", weight=0.5)),
+    ],
+)
+def test_an_option_that_this_run_does_not_read_changes_no_figure(before: Change, change: Change) -> None:
+    config = before(_with("run", keep_best="eval/reward")(_with("data", eval_path="held_out.jsonl")(make_config())))
+    assert options_behind(change(config)) == options_behind(config)
+
+
+def test_options_that_an_earlier_release_wrote_down_and_that_change_no_figure_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, config = _two_checkpoints(tmp_path, "eval/reward")
+    known = json.loads((tmp_path / "best.json").read_text())
+    known["options"] |= {"rollout.episodes.address": "0.0.0.0:1", "reward.pattern": "x", "rollout.eval.seed": 5}
+    (tmp_path / "best.json").write_text(json.dumps(known))
+    BestCheckpoint(store, config, up_to_step=2).judge(2, 0.4)
+    assert not caplog.messages and (tmp_path / "best").resolve().name == "step-000001"
 
 
 @pytest.mark.parametrize(("change", "best"), [(lambda config: config, 3), (_with("data", eval_path="harder.jsonl"), 1)])
