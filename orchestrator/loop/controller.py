@@ -151,12 +151,18 @@ class Controller(StepLoop):
         else:
             logger.warning("step %d: no response of its batch counts, so nothing is updated or published", record.step)
             record.extra |= {"optim/skipped": 1, "optim/updates": 0, "trainer/num_microbatches": 0}
-        with self._row_of(record, clock):
-            await together(self._held_ahead(), self._publish_into(record))
-            await self.buffer.open_next_batch()  # after the commit: what is sampled next comes from the new version
-            self._is_whole = True
-            is_due = config.run.is_due(config.run.eval_every_steps, self.step)
-            await self._or_save(self._fed(self._evaluate_into(record, is_due=is_due)))
+        is_evaluating, is_due = False, config.run.is_due(config.run.eval_every_steps, record.step)
+        try:
+            with self._row_of(record, clock):
+                await together(self._held_ahead(), self._publish_into(record))
+                await self.buffer.open_next_batch()  # after the commit: what is sampled next is of the new version
+                self._is_whole = is_evaluating = True
+                await self._fed(self._evaluate_into(record, is_due=is_due))
+                is_evaluating = False
+        except Exception:
+            if is_evaluating:  # after its row, which whoever goes on from the checkpoint does not write
+                await self._save_at_last()
+            raise
         await self._judge(record, is_evaluated=is_due and bool(self.services.eval_sets))
 
     async def _publish_into(self, record: StepRecord) -> None:

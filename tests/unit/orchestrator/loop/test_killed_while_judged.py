@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -11,11 +12,15 @@ from typing import Any
 
 import pytest
 from fakes.loop import Loop, make_config
+from fakes.workers import FakeWorker
 
 from slipstream.conf.schema import RunConfig
+from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.files.row_files import read_rows
+from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.telemetry import Telemetry
+from slipstream.rollout.types import Prompt, Rollout
 
 
 def judged(**run: object) -> RunConfig:
@@ -76,3 +81,29 @@ async def test_a_run_that_is_killed_at_any_instant_keeps_its_rows_and_its_best_c
             assert json.loads((killed / "checkpoints" / "best.json").read_text())["step"] == 2
         num_resumed += 1
     assert num_resumed > 4
+
+
+async def test_a_run_that_is_killed_while_it_ends_has_the_row_of_every_step_that_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engines are lost in the evaluation of step 2."""
+    config = judged(keep_best=None)
+    (tmp_path / "run").mkdir()
+    loop = loop_of(tmp_path / "run", config)
+
+    async def dies_at_2(prompt: Prompt, n: int, *_: object, worker: FakeWorker) -> list[Rollout]:
+        if prompt.prompt_id >= 1000 and loop.world.version == 2:
+            raise ConnectionError("gone")
+        return await FakeWorker.generate_group(worker, prompt, n)
+
+    for worker in loop.workers:
+        monkeypatch.setattr(worker, "generate_group", partial(dies_at_2, worker=worker))
+    with monkeypatch.context() as patches:
+        photograph(tmp_path / "run", tmp_path / "killed", patches)
+        with pytest.raises(NoReplicasLeft, match="gone"):
+            await loop.run()
+    for folder in [*(tmp_path / "killed").iterdir(), tmp_path / "run"]:
+        rows = [row["step"] for row in read_rows(RunFolder(folder).metrics)]
+        saved = [step_of(path) for path in complete_checkpoints(folder / "checkpoints")]
+        assert {*saved} <= {*rows}, folder
+    assert saved == [2]
