@@ -76,7 +76,7 @@ async def reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: Ray)
         if episodes is not None:
             episodes.sample_with(router.generate)
         # Processes of our own Ray wait for another controller when theirs is killed.
-        outlives = ray.own if config.run.num_steps > 0 else None
+        outlives = ray.own if config.num_versions_kept else None
         services = LoopServices(
             trainer=cluster.trainer,
             supervisor=supervisor,

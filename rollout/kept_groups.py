@@ -19,10 +19,29 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.rollout.types import ABORTED, Rollout
+import numpy as np
+
+from slipstream.rollout.types import ABORTED, Rollout, RoutingShape
 
 MOST_TOKENS = 4_000_000
-"""The most that results may have which are kept. With the routes of 48 layers and 8 experts that is some 2 GB."""
+"""The most that results may have which are kept; with routes, which prompts have too, those of prompts count."""
+_TOKEN_BYTES = 80
+"""Of a sampled token's id, log-probability and version, in Python's lists."""
+
+
+def bytes_kept(num_versions: int, num_tokens_of_version: int, routing: RoutingShape | None) -> tuple[int, int]:
+    """Memory of what a worker keeps: of so many tokens sampled from each version, and at most.
+
+    Args:
+        num_versions: As of KeptGroups.
+        num_tokens_of_version: Of responses, and with routes of their prompts.
+        routing: What engines record for each token.
+    """
+    if num_versions == 0:
+        return 0, 0
+    routes = 0 if routing is None else len(routing.layers) * routing.top_k * np.dtype(routing.dtype).itemsize
+    num_tokens = min(MOST_TOKENS, (num_versions + 1) * num_tokens_of_version)
+    return num_tokens * (_TOKEN_BYTES + routes), MOST_TOKENS * (_TOKEN_BYTES + routes)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +49,7 @@ class _Group:
     asked: bytes
     task: asyncio.Task[list[Rollout]]
     num_tokens: int = 0
-    """Tokens of its result, once a controller had it."""
+    """Tokens of its result, as MOST_TOKENS counts them, once a controller had it."""
 
 
 class KeptGroups:
@@ -67,7 +86,7 @@ class KeptGroups:
             group.task.add_done_callback(_is_good)  # nobody may ask for it again, and an error is no news then
         self._own.append(group)
         rollouts = await asyncio.shield(group.task)
-        group.num_tokens = sum(len(one.token_ids) for one in rollouts)
+        group.num_tokens = sum(map(_num_tokens, rollouts))
         self._num_tokens += group.num_tokens
         self._forget()
         return rollouts
@@ -119,6 +138,11 @@ class KeptGroups:
             if is_needed and self._num_tokens <= MOST_TOKENS:
                 return
             self._num_tokens -= self._own.popleft().num_tokens
+
+
+def _num_tokens(rollout: Rollout) -> int:
+    """As MOST_TOKENS counts them."""
+    return max(len(rollout.token_ids), sum(len(routes.is_recorded) for routes, _ in rollout.all_routes))
 
 
 def _is_good(task: asyncio.Task[list[Rollout]]) -> bool:

@@ -230,6 +230,13 @@ class RunConfig:
         return self.algorithm.max_staleness_steps + 2 + self.evaluates_beside
 
     @property
+    def num_versions_kept(self) -> int:
+        """For how many further versions a rollout worker keeps what it sampled, in case the controller is killed. 0: it
+        ends with the controller."""
+        outlives = self.cluster.ray_address is None and self.run.num_steps > 0
+        return self.algorithm.max_staleness_steps + 1 if outlives else 0
+
+    @property
     def max_response_tokens(self) -> int:
         """The most sampled tokens of a rollout: rollout.sampling.max_tokens, or an episode's."""
         rollout = self.rollout

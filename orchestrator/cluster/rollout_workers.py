@@ -72,7 +72,6 @@ class RolloutWorkers:
         self.workers: dict[str, RayRolloutWorker] = {}
         """By the name that each had first, without those that have gone; after `start`."""
         self.rooms = rooms
-        may_outlive = run.cluster.is_own and config.run.num_steps > 0
         self._config, self._cluster, self._startup = config, run.cluster, run.startup
         self._is_one_node = run.is_one_node
         self._check_node = check_node
@@ -80,8 +79,7 @@ class RolloutWorkers:
         self._forks: dict[str, asyncio.Future[type[ForkServerActor]]] = {}
         """The fork server of each node."""
         options = worker_options(config, run.hf_config, model_folder, Device(run.device), run.sync_key)
-        num_kept = config.algorithm.max_staleness_steps + 1 if may_outlive else 0
-        self._options = replace(options, num_versions_kept=num_kept)
+        self._options = replace(options, num_versions_kept=config.num_versions_kept)
 
     async def start(self, num_workers: int, nodes: Iterable[str]) -> None:
         """Start so many, which have their room, and their engines.

@@ -26,11 +26,12 @@ from slipstream.conf.checks.model import check_architecture, packing_of
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.schema import Device, Objective, Relay, RemoteMerge, RunConfig, SyncMode, TrainMode
-from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config, routing_shape
 from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
 from slipstream.orchestrator.offline.hardware import Hardware
 from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
 from slipstream.rollout.errors import EngineError
+from slipstream.rollout.kept_groups import bytes_kept
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from slipstream.rollout.layouts.offline_slots import offline_slot
 from slipstream.trainer.weights.quantization import BlockFp8
@@ -77,7 +78,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutMemory:
-    """Bytes on the fullest engine rank."""
+    """Bytes on the fullest engine rank, and on the host of its worker."""
 
     weights: int
     """All parameters of its layout; in adapter mode, where that is not recorded, an even share of the checkpoint."""
@@ -85,6 +86,11 @@ class RolloutMemory:
     """Bytes of adapter slots; 0 where adapters are merged."""
     num_slots: int
     """RunConfig.num_adapter_slots in adapter mode."""
+    host_kept: int
+    """Bytes on its host, of the responses that a worker keeps in case the controller is killed; without evaluations'.
+    """
+    host_kept_most: int
+    """The most that they may become."""
 
     @property
     def formula(self) -> str:
@@ -156,7 +162,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
             placement=publish.placement,
             staging=publish.staging,
             trainer=(publish.planned if model.packing is None else model.trainer(model.stored)).memory(),
-            rollout=_engine_memory(config, model.num_bytes, publish.engine),
+            rollout=_engine_memory(config, model, publish.engine),
             prediction=prediction,
             total_s_by_nic=publish.total_s_by_nic(prediction),
             modes=compare_modes(config, hf_config, model.spec, _num_kv_heads(hf_config), hardware, prediction, summary),
@@ -219,12 +225,17 @@ class _Model:
         )
 
 
-def _engine_memory(config: RunConfig, num_bytes: int, engine: Sequence[DestLayout]) -> RolloutMemory:
+def _engine_memory(config: RunConfig, model: _Model, engine: Sequence[DestLayout]) -> RolloutMemory:
+    algorithm, routing = config.algorithm, routing_shape(config, model.hf_config)
+    num_tokens = config.max_response_tokens + (0 if routing is None else config.max_prompt_tokens)
+    num_responses = algorithm.groups_per_step * algorithm.group_size
+    share = -(-num_responses * num_tokens // config.rollout.least_workers)
+    kept, most = bytes_kept(config.num_versions_kept, share, routing)
     fullest = max(sum(param.num_bytes for param in layout.params) for layout in engine)
     if config.weight_sync.mode is not SyncMode.adapter:
-        return RolloutMemory(fullest, 0, 0)
+        return RolloutMemory(fullest, 0, 0, kept, most)
     num_slots = config.num_adapter_slots
-    return RolloutMemory(num_bytes // config.rollout.tp_size, num_slots * fullest, num_slots)
+    return RolloutMemory(model.num_bytes // config.rollout.tp_size, num_slots * fullest, num_slots, kept, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,14 @@ def as_plain(report: PlanReport) -> JsonObject:
                 "not_included": "activations, gathered layers, the allocator's slack",
             },
             "rollout_gpu": {
-                **asdict(report.rollout),
+                **{name: value for name, value in asdict(report.rollout).items() if not name.startswith("host_")},
                 "formula": report.rollout.formula,
                 "not_included": "KV cache, activations, CUDA graphs",
+            },
+            "rollout_host": {
+                "kept_groups": report.rollout.host_kept,
+                "kept_groups_most": report.rollout.host_kept_most,
+                "not_included": "the processes themselves",
             },
         },
         "predicted_s": {
@@ -144,6 +149,9 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
         "Memory of a rollout GPU, estimated (without KV cache, activations and CUDA graphs)",
         _engine_rows(report.rollout),
     )
+    if most := report.rollout.host_kept_most:
+        why = f"what a worker keeps in case the controller is killed; with evaluations at most {_gb(most)}"
+        yield "Memory of a rollout host, estimated", [("kept responses", _gb(report.rollout.host_kept), why)]
     yield f"Predicted publish ({link})", _time_rows(report)
     if report.relay is not None:
         yield "The same with weight_sync.relay=node", _relay_rows(report.relay, report)

@@ -3,12 +3,13 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes.restarts import turns
 
 from slipstream.rollout import kept_groups
 from slipstream.rollout.kept_groups import KeptGroups
-from slipstream.rollout.types import ABORTED, Rollout
+from slipstream.rollout.types import ABORTED, Rollout, Routes
 
 KEPT_FOR = 2
 """Versions."""
@@ -25,6 +26,7 @@ class Fixture:
         self.num_cancelled = 0
         self.ends: list[Any] = []
         """How the next samples end: a finish_reason, or an error. Later ones: "stop"."""
+        self.routes: Routes | None = None
         self.kept = KeptGroups(num_versions, lambda: self.version)
 
     def ask(self, what: bytes = b"a") -> asyncio.Task[list[Rollout]]:
@@ -45,7 +47,8 @@ class Fixture:
             raise
         if isinstance(end, Exception):
             raise end
-        return [Rollout([number, 0], [-1.0, -1.0], [self.version - 1, self.version], "", end)]
+        versions = [self.version - 1, self.version]
+        return [Rollout([number, 0], [-1.0, -1.0], versions, "", end, routes=self.routes)]
 
     async def leave_while_it_samples(self) -> None:
         """A controller asks and is killed: the server cancels what it had asked (test_calls.py)."""
@@ -108,6 +111,16 @@ async def test_results_are_forgotten_with_their_version_and_where_they_are_too_m
         await engine.ask_and_wait(what)
     engine.kept.hand_on()
     assert engine.kept.left() == [b"e", b"f"]
+
+
+async def test_routes_of_long_prompts_count_in_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Fixture()
+    monkeypatch.setattr(kept_groups, "MOST_TOKENS", 20)
+    engine.routes = Routes(np.zeros((9, 1, 1), np.uint8), np.ones(9, dtype=bool))
+    for what in (b"a", b"b", b"c"):
+        await engine.ask_and_wait(what)
+    engine.kept.hand_on()
+    assert engine.kept.left() == [b"b", b"c"]
 
 
 @pytest.mark.parametrize("end", [ABORTED, ValueError("the engine failed")])

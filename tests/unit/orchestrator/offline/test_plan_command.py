@@ -84,6 +84,21 @@ def test_of_a_range_the_most_engines_are_planned(capsys: pytest.CaptureFixture[s
     assert "tp_size 1, at least 1" in capsys.readouterr().out
 
 
+def test_what_a_worker_keeps_for_the_next_controller_is_in_the_plan(capsys: pytest.CaptureFixture[str]):
+    report = planned()
+    # Two engines share 16 groups of 24 responses of 4 tokens, of the version that is there and the one before.
+    assert report.rollout.host_kept == 8 * 24 * 4 * 2 * 80
+    assert report.rollout.host_kept_most == 4_000_000 * 80
+    print_report(report)
+    assert "in case the controller is killed; with evaluations at most 320.00 MB" in capsys.readouterr().out
+    report = planned("parity.replay_routing=true", "data.max_prompt_tokens=6", "algorithm.max_staleness_steps=2")
+    routes = report.model.num_layers * report.model.top_k
+    assert report.rollout.host_kept == 8 * 24 * (4 + 6) * 4 * (80 + routes), "routes are of prompts, too"
+    for word in ("cluster.ray_address=auto", "weight_sync.enabled=false"):
+        report = planned(word)
+        assert report.rollout.host_kept == report.rollout.host_kept_most == 0, "they end with the controller"
+
+
 def test_a_relay_is_planned_beside_the_publish_to_every_engine(capsys: pytest.CaptureFixture[str]):
     words = ["rollout.num_workers=6", "rollout.tp_size=2"]
     assert planned(*words).relay is None
