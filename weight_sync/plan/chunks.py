@@ -196,8 +196,8 @@ def _runs(layout: DestLayout, holders: Holders, wanted: Flags, who: str) -> _Run
     param = table.params_in({param.name: number for number, param in enumerate(layout.params)})
     rows = np.flatnonzero(wanted[param])
     tensor = holders.tensors_of(table)[rows]
-    start, shape = widened(table.start[rows], width, 0), widened(table.shape[rows], width, 1)
-    stride = widened(table.stride[rows], width, 0)
+    found = (table.start, 0), (table.shape, 1), (table.stride, 0)  # a table may have columns that none of these needs
+    start, shape, stride = (widened(column[rows, :width], width, filler) for column, filler in found)
     axes = _outermost_first(table.axes[rows], shape, stride)
 
     parts = holders.cover(tensor, start, shape)

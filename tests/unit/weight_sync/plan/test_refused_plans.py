@@ -31,6 +31,21 @@ def test_ranks_may_have_other_parameters_in_another_order():
     assert sizes == {(0, "p"): 96, (1, "p"): 96, (1, "q"): 48}
 
 
+@pytest.mark.timeout(60)
+def test_a_table_of_loads_may_be_wider_than_its_checkpoint():
+    """As one is that is part of a table whose other loads have more dims."""
+    (source,), ((layout,),) = one_matrix()
+    cube = Load("c", Region((0, 0, 0), (2, 2, 2)), (0, 1, 2), "q", 0, (4, 2, 1))
+    wider = LoadTable.of((*layout.loads, cube)).take(slice(1))
+    assert wider.shape.tolist() == [[4, 6, 1]]
+    plans = [
+        build_plan([source], [[dataclasses.replace(layout, loads=loads)]], max_task_bytes=48)
+        for loads in (layout.loads, wider)
+    ]
+    assert len(plans[0].tasks[0]) == 2 and list(plans[0].tasks[0]) == list(plans[1].tasks[0])
+    assert plans[0].digest == plans[1].digest
+
+
 def test_a_missing_shard_names_the_tensor_the_rows_and_the_parameter():
     sources, replicas = small_system()
     name = "model.layers.1.self_attn.k_proj.weight"
