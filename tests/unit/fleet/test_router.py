@@ -362,6 +362,23 @@ async def test_a_group_of_the_controller_before_is_asked_for_where_it_is_once_wh
     assert [worker.num_groups for worker in workers] == [0, 4, 2]
 
 
+async def test_what_is_handed_over_is_no_group_of_the_controller_before_although_the_same_was_asked_for_then() -> None:
+    """What another worker has for that controller stays there for the next request of its kind."""
+    router, _, workers = await routed(3)
+    workers[1].groups_kept = workers[2].groups_kept = [digest_of(PROMPT, 2, None)]
+    await router.find_left()
+
+    async def hands_over(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
+        workers[1].num_groups += 1
+        return [Rollout([5], [-1.0], [0], "", ABORTED)] * n
+
+    workers[1].generate_group = hands_over  # type: ignore[method-assign]
+    assert [one.token_ids[0] for one in await router.generate_group(PROMPT, 2)] == [5, 5]
+    assert [worker.num_groups for worker in workers] == [1, 1, 0], "the least loaded one goes on with it"
+    await router.generate_group(PROMPT, 2)
+    assert [worker.num_groups for worker in workers] == [1, 1, 1]
+
+
 @on_jumping_clock
 async def test_a_worker_that_does_not_say_what_it_has_left_costs_nobody() -> None:
     router, _, workers = await routed(2)
