@@ -105,12 +105,14 @@ class FolderChatText:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def reply(self, token_ids: Sequence[int], tools: Sequence[JsonMapping]) -> Reply:
+    def reply(
+        self, token_ids: Sequence[int], tools: Sequence[JsonMapping], *, skip_special_tokens: bool = True
+    ) -> Reply:
         """What the client gets of a sampled turn. The token that ended it is left out, as vLLM does."""
         said = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_texts else list(token_ids)
         if self._parser is None or not tools:
-            return Reply(self._tokenizer.decode(said, skip_special_tokens=True))
-        skips = self._parser.skips_special_tokens(tools)
+            return Reply(self._tokenizer.decode(said, skip_special_tokens=skip_special_tokens))
+        skips = skip_special_tokens and self._parser.skips_special_tokens(tools)
         return Reply(*self._parser.parse(self._tokenizer.decode(said, skip_special_tokens=skips), tools))
 
     def meaning(self, text: str, tools: Sequence[JsonMapping]) -> object:

@@ -129,14 +129,18 @@ class Endpoint:
     async def _sample(self, episode: Episode, body: JsonMapping, *, is_chat: bool) -> list[Answer]:
         num = _number(body, "n", 1, most=MAX_CHOICES) or 1
         max_tokens = _number(body, "max_completion_tokens", 1) or _number(body, "max_tokens", 1)
+        skips = body.get("skip_special_tokens") is not False
         if is_chat:
             messages, tools = _messages_of(body), _tools_of(body)
             options = template_options(body.get(TEMPLATE_OPTIONS))
             episode.check(messages, tools, options)
-            calls = [episode.chat(messages, tools, options=options, max_tokens=max_tokens) for _ in range(num)]
+            calls = [
+                episode.chat(messages, tools, options=options, max_tokens=max_tokens, skip_special_tokens=skips)
+                for _ in range(num)
+            ]
         else:
             prompt = _prompt_of(body)
-            calls = [episode.complete(prompt, max_tokens=max_tokens) for _ in range(num)]
+            calls = [episode.complete(prompt, max_tokens=max_tokens, skip_special_tokens=skips) for _ in range(num)]
         return list(await asyncio.gather(*calls))
 
     def _tell_what_is_fixed(self, body: JsonMapping) -> None:
@@ -172,7 +176,8 @@ def _check_values(body: JsonMapping, *, is_chat: bool) -> None:
         raise BadRequest(f'model={body["model"]!r:.40}: this endpoint has one model, "{MODEL}" (session.model)')
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise BadRequest('tool_choice: only "auto" and "none"; a forced call would be constrained decoding')
-    for name in ("stream", "return_token_ids", "return_tokens_as_token_ids", *(("logprobs",) if is_chat else ())):
+    names = "stream", "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens"
+    for name in (*names, *(("logprobs",) if is_chat else ())):
         if not isinstance(body.get(name), bool | None):
             raise BadRequest(f"{name} must be true or false, got {body[name]!r:.40}")
     logprobs = body.get("logprobs")

@@ -140,8 +140,12 @@ class Episode:
         *,
         options: JsonMapping | None = None,
         max_tokens: int | None = None,
+        skip_special_tokens: bool = True,
     ) -> Answer:
         """One turn of a conversation.
+
+        Args:
+            skip_special_tokens: Whether the client gets the text without them. The run's reward does in any case.
 
         Raises:
             LimitReached: Nothing was sampled.
@@ -152,18 +156,20 @@ class Episode:
         """
         self._check_size(sum(len(str(value)) for message in messages for value in message.values()))
         planned = self._tree.plan(messages, tools, {**self._template_options, **(options or {})})
-        return await self._turn(planned, max_tokens, tools, is_chat=True)
+        return await self._turn(planned, max_tokens, tools, skip_special_tokens, is_chat=True)
 
     def check(self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping], options: JsonMapping) -> None:
         """Refuse tools and template options that would have no effect. Raises: as FolderChatText.check()."""
         self._chat.check(Chat(messages, tools, {**self._template_options, **options}))
 
-    async def complete(self, prompt: str | Sequence[int], *, max_tokens: int | None = None) -> Answer:
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = None, skip_special_tokens: bool = True
+    ) -> Answer:
         """One turn after a plain prompt. Raises: as chat()."""
         if not isinstance(prompt, str):
             self._chat.check_tokens(prompt)
         self._check_size(len(prompt))
-        return await self._turn(self._tree.plan_text(prompt), max_tokens, (), is_chat=False)
+        return await self._turn(self._tree.plan_text(prompt), max_tokens, (), skip_special_tokens, is_chat=False)
 
     def end(self) -> None:
         """Refuse further requests and end those in flight. Idempotent."""
@@ -172,7 +178,7 @@ class Episode:
             request.cancel()
 
     async def _turn(
-        self, planned: Planned, max_tokens: int | None, tools: Sequence[JsonMapping], *, is_chat: bool
+        self, planned: Planned, max_tokens: int | None, tools: Sequence[JsonMapping], skips: bool, *, is_chat: bool
     ) -> Answer:
         self._chat.check_tokens(planned.token_ids)
         most = self._most_tokens(planned, max_tokens)
@@ -195,11 +201,12 @@ class Episode:
             self._num_tokens -= most - num_sampled
             self._requests.discard(request)
             request.cancel()
-        reply = self._chat.reply(sampled.token_ids, tools)
+        judged = self._chat.reply(sampled.token_ids, tools)
+        reply = judged if skips else self._chat.reply(sampled.token_ids, tools, skip_special_tokens=False)
         _, reason = self._tree.record(planned, sampled.token_ids, reply.message if is_chat else None)
         said = self._chat.decode(sampled.token_ids)
         self.turns.append(TurnRecord(sampled.request, planned.parent, reason, planned.text, said))
-        self.last_reply, self.last_finish_reason = reply.content, sampled.finish_reason
+        self.last_reply, self.last_finish_reason = judged.content, sampled.finish_reason
         return Answer(reply, sampled, self._tree.prompt(planned), self._chat.decode)
 
     def _check_size(self, num_characters: int) -> None:

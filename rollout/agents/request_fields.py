@@ -17,7 +17,7 @@ from slipstream.conf.json_files import JsonMapping
 HONOURED = frozenset(
     {
         *("model", "max_tokens", "max_completion_tokens", "n", "logprobs", "stream", "stream_options"),
-        *("return_token_ids", "return_tokens_as_token_ids"),
+        *("return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens"),
     }
 )
 HONOURED_OF_CHAT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
@@ -53,7 +53,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("logit_bias", "structured_outputs", "chat_template_kwargs"), ({},)),
     **dict.fromkeys(("use_beam_search", "watermarking", "echo", "ignore_eos", "continue_final_message"), (False,)),
     **dict.fromkeys(("include_stop_str_in_output", "return_token_offsets", "return_prompt_text"), (False,)),
-    **dict.fromkeys(("parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
 }
 """Fields that are not honoured -> values that ask for nothing, beside null."""

@@ -106,6 +106,25 @@ async def test_a_tool_call_keeps_its_tokens_and_its_result_comes_after_them(serv
     )
 
 
+async def test_special_tokens_in_a_text_that_was_asked_for_with_them_change_neither_history_nor_reward(
+    served: Served,
+) -> None:
+    client, script, episode = served
+    script.texts = ["a<bos>b<eos>", f"a<bos>{CALL}<eos>", "c<bos><eos>", "d<bos>e<eos>"]
+    keeps = {"skip_special_tokens": False}
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    first = await client.chat.completions.create(model="policy", messages=messages, extra_body=keeps)
+    assert (first.choices[0].message.content, episode.last_reply) == ("a<bos>b", "ab")
+    messages += [first.choices[0].message, {"role": "user", "content": "on"}]
+    called = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, extra_body=keeps)
+    assert called.choices[0].message.content == "a<bos>so " and called.choices[0].message.tool_calls
+    then = [messages[0], first.choices[0].message, {"role": "user", "content": "and"}]
+    assert (await client.chat.completions.create(model="policy", messages=then)).choices[0].message.content == "c"
+    assert script.given[2] == (0, "\nuser: and\nassistant: "), "the sampled tokens, as they were"
+    text = await client.completions.create(model="policy", prompt="x", extra_body=keeps)
+    assert (text.choices[0].text, episode.last_reply) == ("d<bos>e", "de")
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_an_agent_framework_runs_unmodified_and_its_history_keeps_the_tokens(
     served: Served, streams: bool

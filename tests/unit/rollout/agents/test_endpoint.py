@@ -29,16 +29,22 @@ class Played:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
+        self.skips: list[bool] = []
+        """Whether each request's text is to be without special tokens."""
         self.reply, self.error = Reply("4"), None
 
     def check(self, *given: Any) -> None:
         if self.error is not None:
             raise self.error
 
-    async def chat(self, messages: Any, tools: Any, *, options: Any, max_tokens: int | None) -> Answer:
+    async def chat(
+        self, messages: Any, tools: Any, *, options: Any, max_tokens: int | None, skip_special_tokens: bool
+    ) -> Answer:
+        self.skips.append(skip_special_tokens)
         return self._answer("chat", messages, tools, options, max_tokens)
 
-    async def complete(self, prompt: Any, *, max_tokens: int | None) -> Answer:
+    async def complete(self, prompt: Any, *, max_tokens: int | None, skip_special_tokens: bool) -> Answer:
+        self.skips.append(skip_special_tokens)
         return self._answer("complete", prompt, max_tokens)
 
     def _answer(self, *given: Any) -> Answer:
@@ -108,6 +114,15 @@ async def test_a_plain_prompt_is_text_or_tokens(world: World, logprobs: Any, are
         }
         assert choice["logprobs"] == (logprobs_of if are_there else None)
     assert world.episode.asked == [("complete", "a", None), ("complete", [3, 0], None)] * 2
+
+
+async def test_special_tokens_are_left_out_of_a_text_unless_the_request_wants_them(world: World) -> None:
+    for fields in ({}, {"skip_special_tokens": None}, {"skip_special_tokens": True}, {"skip_special_tokens": False}):
+        for body, is_chat in (({"messages": ASKED}, True), ({"prompt": "a"}, False)):
+            assert (await world.post({**body, **fields}, is_chat=is_chat))[0] == 200
+    assert world.episode.skips == [True] * 6 + [False] * 2
+    status, answer = await world.post({"messages": ASKED, "skip_special_tokens": 0})
+    assert (status, answer["error"]["message"]) == (400, "skip_special_tokens must be true or false, got 0")
 
 
 class Streamed:
@@ -240,7 +255,7 @@ CHANGES_THE_ANSWER = {
     "stop": ["a"], "seed": 1, "top_k": 5, "min_p": 0.1, "frequency_penalty": 0.1, "presence_penalty": -0.1,
     "repetition_penalty": 1.1, "length_penalty": 0, "logit_bias": {"5": 1}, "min_tokens": 1, "best_of": 2,
     "echo": True, "use_beam_search": True, "response_format": {"type": "json_object"}, "parallel_tool_calls": False,
-    "ignore_eos": True, "skip_special_tokens": False, "add_generation_prompt": False, "continue_final_message": True,
+    "ignore_eos": True, "add_generation_prompt": False, "continue_final_message": True,
     "top_logprobs": 1, "guided_json": {}, "a_later_field": 0, "function_call": "add", "modalities": ["audio"],
     "stop_token_ids": [1], "allowed_token_ids": [1], "bad_words": ["a"], "functions": [TOOL], "suffix": "b",
     "prompt_logprobs": 1, "structured_outputs": {"choice": ["a"]}, "vllm_xargs": {"a": 1}, "documents": [{}],
