@@ -17,10 +17,8 @@ from slipstream.fleet.waiting import together
 from slipstream.orchestrator.cluster.actors import KeeperActor
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster
 from slipstream.orchestrator.errors import OrchestratorError
-from slipstream.trainer.checkpoint.keeper import Address
+from slipstream.trainer.checkpoint.keeper import COPIES_HERE, COPIES_THERE, Address
 
-COPIES_THERE, COPIES_HERE = 2, 1
-"""Copies of a state that a keeper has room for, and that a rank has for itself."""
 _Started = tuple[type[KeeperActor], Address, int]
 
 

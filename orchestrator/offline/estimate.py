@@ -29,9 +29,9 @@ from slipstream.conf.schema import Device, Objective, Relay, RemoteMerge, RunCon
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config, routing_shape
 from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
 from slipstream.orchestrator.offline.hardware import Hardware
+from slipstream.orchestrator.offline.host_memory import HostMemory, host_memory
 from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
 from slipstream.rollout.errors import EngineError
-from slipstream.rollout.kept_groups import bytes_kept
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from slipstream.rollout.layouts.offline_slots import offline_slot
 from slipstream.trainer.weights.quantization import BlockFp8
@@ -78,7 +78,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutMemory:
-    """Bytes on the fullest engine rank, and on the host of its worker."""
+    """Bytes on the fullest engine rank."""
 
     weights: int
     """All parameters of its layout; in adapter mode, where that is not recorded, an even share of the checkpoint."""
@@ -86,11 +86,6 @@ class RolloutMemory:
     """Bytes of adapter slots; 0 where adapters are merged."""
     num_slots: int
     """RunConfig.num_adapter_slots in adapter mode."""
-    host_kept: int
-    """Bytes on its host, of the responses that a worker keeps in case the controller is killed; without evaluations'.
-    """
-    host_kept_most: int
-    """The most that they may become."""
 
     @property
     def formula(self) -> str:
@@ -116,6 +111,7 @@ class PlanReport:
     staging: Staging
     trainer: TrainerMemory
     rollout: RolloutMemory
+    host: HostMemory
     prediction: Prediction
     total_s_by_nic: Mapping[float, float]
     """The same publish over NICs of other rates, bytes/s -> seconds."""
@@ -154,6 +150,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     try:
         publish = _planned_publish(config, model, hardware, say)
         prediction, summary = publish.predicted(), publish.plan.summary()
+        trainer = (publish.planned if model.packing is None else model.trainer(model.stored)).memory()
         return PlanReport(
             config=config,
             hardware=hardware,
@@ -161,8 +158,9 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
             summary=summary,
             placement=publish.placement,
             staging=publish.staging,
-            trainer=(publish.planned if model.packing is None else model.trainer(model.stored)).memory(),
-            rollout=_engine_memory(config, model, publish.engine),
+            trainer=trainer,
+            rollout=_engine_memory(config, model.num_bytes, publish.engine),
+            host=host_memory(config, routing_shape(config, hf_config), trainer, publish.placement.num_trainer_nodes),
             prediction=prediction,
             total_s_by_nic=publish.total_s_by_nic(prediction),
             modes=compare_modes(config, hf_config, model.spec, _num_kv_heads(hf_config), hardware, prediction, summary),
@@ -225,17 +223,12 @@ class _Model:
         )
 
 
-def _engine_memory(config: RunConfig, model: _Model, engine: Sequence[DestLayout]) -> RolloutMemory:
-    algorithm, routing = config.algorithm, routing_shape(config, model.hf_config)
-    num_tokens = config.max_response_tokens + (0 if routing is None else config.max_prompt_tokens)
-    num_responses = algorithm.groups_per_step * algorithm.group_size
-    share = -(-num_responses * num_tokens // config.rollout.least_workers)
-    kept, most = bytes_kept(config.num_versions_kept, share, routing)
+def _engine_memory(config: RunConfig, num_bytes: int, engine: Sequence[DestLayout]) -> RolloutMemory:
     fullest = max(sum(param.num_bytes for param in layout.params) for layout in engine)
     if config.weight_sync.mode is not SyncMode.adapter:
-        return RolloutMemory(fullest, 0, 0, kept, most)
+        return RolloutMemory(fullest, 0, 0)
     num_slots = config.num_adapter_slots
-    return RolloutMemory(model.num_bytes // config.rollout.tp_size, num_slots * fullest, num_slots, kept, most)
+    return RolloutMemory(num_bytes // config.rollout.tp_size, num_slots * fullest, num_slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from slipstream.orchestrator.files.outputs import save_picture
 if TYPE_CHECKING:
     from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
     from slipstream.orchestrator.offline.estimate import PlanReport, RolloutMemory
+    from slipstream.orchestrator.offline.host_memory import HostMemory
     from slipstream.orchestrator.offline.modes import ModeChoice
     from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 
@@ -67,15 +68,11 @@ def as_plain(report: PlanReport) -> JsonObject:
                 "not_included": "activations, gathered layers, the allocator's slack",
             },
             "rollout_gpu": {
-                **{name: value for name, value in asdict(report.rollout).items() if not name.startswith("host_")},
+                **asdict(report.rollout),
                 "formula": report.rollout.formula,
                 "not_included": "KV cache, activations, CUDA graphs",
             },
-            "rollout_host": {
-                "kept_groups": report.rollout.host_kept,
-                "kept_groups_most": report.rollout.host_kept_most,
-                "not_included": "the processes themselves",
-            },
+            "hosts": {**asdict(report.host), "not_included": "the processes themselves"},
         },
         "predicted_s": {
             "begin": prediction.begin_s,
@@ -149,9 +146,8 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
         "Memory of a rollout GPU, estimated (without KV cache, activations and CUDA graphs)",
         _engine_rows(report.rollout),
     )
-    if most := report.rollout.host_kept_most:
-        why = f"what a worker keeps in case the controller is killed; with evaluations at most {_gb(most)}"
-        yield "Memory of a rollout host, estimated", [("kept responses", _gb(report.rollout.host_kept), why)]
+    if rows := _host_rows(report.host):
+        yield "Memory of hosts, estimated (without the processes themselves)", rows
     yield f"Predicted publish ({link})", _time_rows(report)
     if report.relay is not None:
         yield "The same with weight_sync.relay=node", _relay_rows(report.relay, report)
@@ -215,6 +211,16 @@ def _engine_rows(memory: RolloutMemory) -> list[_Row]:
         ("weights", _gb(memory.weights), ""),
         ("adapter slots", _gb(memory.slots), f"{memory.num_slots} of them"),
         ("together", _gb(memory.weights + memory.slots), memory.formula),
+    ]
+
+
+def _host_rows(memory: HostMemory) -> list[_Row]:
+    copies = f"{memory.num_copies} copies of its parameters and moments, in case a rank dies"
+    most = f"with evaluations at most {_gb(memory.most_responses)}"
+    kept = f"its newest responses, in case the controller is killed; {most}"
+    return [
+        *([("a trainer rank", _gb(memory.trainer_states), copies)] if memory.num_copies else []),
+        *([("a rollout worker", _gb(memory.responses), kept)] if memory.most_responses else []),
     ]
 
 

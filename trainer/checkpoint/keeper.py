@@ -37,7 +37,15 @@ _BACKLOG = 256
 _MAX_REQUEST_BYTES = 1024
 _TOUCHED_BYTES = 64 << 20
 
+COPIES_THERE, COPIES_HERE = 2, 1
+"""Copies of a state that a keeper has room for, and that a rank has for itself."""
+
 Address = tuple[str, int]
+
+
+def num_copies(num_nodes: int) -> int:
+    """Copies of a rank's state: its own, and those of the keepers of its node and of the next one with ranks."""
+    return COPIES_HERE + COPIES_THERE * min(num_nodes, 2)
 
 
 class Readiness(Enum):

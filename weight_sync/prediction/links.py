@@ -103,6 +103,11 @@ class Placement:
     def num_nodes(self) -> int:
         return len({self.node_of(gpu) for gpu in (*self.trainer_gpus.values(), *self.engine_gpus.values())})
 
+    @property
+    def num_trainer_nodes(self) -> int:
+        """Nodes with trainer ranks."""
+        return len({self.node_of(gpu) for gpu in self.trainer_gpus.values()})
+
 
 def place(
     trainer_ranks: Sequence[int], engine_ranks: Sequence[Destination], ranks_per_node: int, replicas_per_gpu: int = 1

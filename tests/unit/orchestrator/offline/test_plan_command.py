@@ -84,19 +84,25 @@ def test_of_a_range_the_most_engines_are_planned(capsys: pytest.CaptureFixture[s
     assert "tp_size 1, at least 1" in capsys.readouterr().out
 
 
-def test_what_a_worker_keeps_for_the_next_controller_is_in_the_plan(capsys: pytest.CaptureFixture[str]):
+def test_what_is_kept_on_hosts_in_case_something_dies_is_in_the_plan(capsys: pytest.CaptureFixture[str]):
     report = planned()
+    assert report.host.trainer_states == 3 * 3 * report.trainer.gradients, "parameters and two moments in float32"
+    assert planned(hardware=Hardware(ranks_per_node=1)).host.num_copies == 5, "two nodes with a trainer rank each"
+    assert planned("trainer.max_restarts=0").host.trainer_states == 0
     # Two engines share 16 groups of 24 responses of 4 tokens, of the version that is there and the one before.
-    assert report.rollout.host_kept == 8 * 24 * 4 * 2 * 80
-    assert report.rollout.host_kept_most == 4_000_000 * 80
+    assert report.host.responses == 8 * 24 * 4 * 2 * 80
+    assert report.host.most_responses == 4_000_000 * 80
     print_report(report)
-    assert "in case the controller is killed; with evaluations at most 320.00 MB" in capsys.readouterr().out
-    report = planned("parity.replay_routing=true", "data.max_prompt_tokens=6", "algorithm.max_staleness_steps=2")
+    assert "in case the controller is killed; with evaluations at most 320.00 MB" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    words = "data.max_prompt_tokens=6", "algorithm.max_staleness_steps=2"
+    report = planned("cluster.device=cuda", "parity.replay_routing=true", *words)
     routes = report.model.num_layers * report.model.top_k
-    assert report.rollout.host_kept == 8 * 24 * (4 + 6) * 4 * (80 + routes), "routes are of prompts, too"
-    for word in ("cluster.ray_address=auto", "weight_sync.enabled=false"):
+    assert report.host.responses == 8 * 24 * (4 + 6) * 4 * (80 + routes), "routes are of prompts, too"
+    for word in ("cluster.ray_address=auto", "run.num_steps=0"):
         report = planned(word)
-        assert report.rollout.host_kept == report.rollout.host_kept_most == 0, "they end with the controller"
+        assert report.host.responses == report.host.most_responses == 0, "they end with the controller"
 
 
 def test_a_relay_is_planned_beside_the_publish_to_every_engine(capsys: pytest.CaptureFixture[str]):
