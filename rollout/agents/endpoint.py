@@ -103,8 +103,8 @@ class Endpoint:
         try:
             body = await _body_of(request)
             check_fields(body, is_chat=is_chat, stop=self._stop)
-            self._tell_what_is_fixed(body)
             _check_values(body, is_chat=is_chat)
+            self._tell_what_is_fixed(body)
             answers = await self._sample(episode, body, is_chat=is_chat)
         except LimitReached as e:
             code = "turn_limit_exceeded" if e.kind == TURNS else "context_length_exceeded"
@@ -175,7 +175,12 @@ def _check_values(body: JsonMapping, *, is_chat: bool) -> None:
     if body.get("model") not in (None, MODEL):
         raise BadRequest(f'model={body["model"]!r:.40}: this endpoint has one model, "{MODEL}" (session.model)')
     if body.get("tool_choice") not in (None, "auto", "none"):
-        raise BadRequest('tool_choice: only "auto" and "none"; a forced call would be constrained decoding')
+        raise BadRequest(
+            'tool_choice: only "auto" and "none", as a forced call constrains decoding; ask for the call in a message'
+        )
+    for name in FIXED:
+        if not isinstance(body.get(name), int | float | None) or isinstance(body.get(name), bool):
+            raise BadRequest(f"{name} must be a number, got {body[name]!r:.40}")
     names = "stream", "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens"
     for name in (*names, *(("logprobs",) if is_chat else ())):
         if not isinstance(body.get(name), bool | None):

@@ -33,7 +33,7 @@ HARMLESS = frozenset(
 FIXED = ("temperature", "top_p")
 """They are those with which the trainer computes log-probabilities: rollout.sampling.temperature, and no bound."""
 
-_NO_CONSTRAINTS = "constrained decoding"
+_NO_CONSTRAINTS = "it constrains decoding; ask for the form in a message, or offer a tool whose arguments have it"
 _OF_THE_TEMPLATE = "give it in chat_template_kwargs, as a variable of the model's chat template"
 _OF_THE_RUN = "rollout.sampling.{0} is for all requests"
 _OTHER_DISTRIBUTION = "the trainer's log-probabilities are of the model's own distribution"
@@ -76,6 +76,7 @@ _WHY: dict[str, str] = {
     "continue_final_message": "give the text so far to session.complete, or to /v1/completions",
     "add_generation_prompt": "give the text to session.complete, or to /v1/completions",
     "best_of": "ask for n, and choose",
+    "parallel_tool_calls": "an answer may have several calls; take the first",
 }
 _STREAM_OPTIONS: dict[str, tuple[object, ...] | None] = {
     "include_usage": None,  # any

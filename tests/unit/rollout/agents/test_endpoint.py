@@ -240,6 +240,9 @@ async def test_what_the_run_fixes_is_told_once_where_it_was_asked_otherwise(worl
         assert (await world.post({"messages": ASKED, "temperature": temperature}))[0] == 200
     assert len(world.told) == 1
     assert world.told[0].startswith("an agent asks for temperature=0 and gets the run's temperature=1, with which")
+    for value in ("0.5", [1], True, {}):
+        status, answer = await world.post({"messages": ASKED, "top_p": value})
+        assert (status, answer["error"]["message"]) == (400, f"top_p must be a number, got {value!r}")
     await world.post({"messages": ASKED, "top_p": 0.9})
     assert len(world.told) == 2 and "top_p=0.9" in world.told[1]
 
@@ -284,7 +287,9 @@ def test_a_field_that_would_be_ignored_is_refused_by_its_name() -> None:
         "stop_token_ids": "rollout.sampling.stop_token_ids is for all",
         "top_k": "the model's own distribution",
         "continue_final_message": "session.complete",
-        "guided_json": "constrained decoding",
+        "guided_json": "constrains decoding; ask for the form in a message, or offer a tool",
+        "response_format": "constrains decoding; ask for the form in a message, or offer a tool",
+        "parallel_tool_calls": "an answer may have several calls; take the first",
         "enable_thinking": "give it in chat_template_kwargs",
         "reasoning_effort": "give it in chat_template_kwargs",
         "a_later_field": "it would be ign",
