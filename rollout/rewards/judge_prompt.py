@@ -12,6 +12,7 @@ from pathlib import Path
 from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.errors import RewardError
+from slipstream.rollout.types import Prompt
 
 PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 PROMPT, RESPONSE = "prompt", "response"
@@ -60,6 +61,17 @@ def columns_needed(config: RewardPart, section: str) -> list[tuple[str, str]]:
         return [("", name) for name in config.columns]
     places = dict.fromkeys(PLACE.findall(template_of(config, section)))
     return [("judge.prompt_file", name) for name in places if name not in GIVEN]
+
+
+def question_of(prompt: Prompt) -> str:
+    """What {{prompt}} stands for: of chat messages their own texts, each behind its role if there are several. As the
+    policy's template renders them they would begin and end turns of a judge that knows the same special tokens."""
+    if prompt.messages is None:
+        return prompt.text
+    texts = [str(message["content"]) for message in prompt.messages]
+    if len(texts) == 1:
+        return texts[0]
+    return "\n\n".join(f"{one['role']}: {text}" for one, text in zip(prompt.messages, texts, strict=True))
 
 
 def fill(template: str, prompt: str, response: str, fields: JsonMapping) -> str:

@@ -20,6 +20,7 @@ from slipstream.conf.plural import counted
 from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards.function import FINISH_REASON
+from slipstream.rollout.rewards.judge_prompt import question_of
 from slipstream.rollout.rewards.outcomes import SCORE, Outcome
 from slipstream.rollout.rewards.reward_pool import Ready, RewardPool
 from slipstream.rollout.rewards.shaping import shape
@@ -124,12 +125,13 @@ class RewardRunner:
         pool = self._pools[name]
         reasons = [rollout.finish_reason for rollout in rollouts]
         responses = [rollout.text for rollout in rollouts]
+        text = question_of(prompt) if self._parts[name].kind == "judge" else prompt.text
         if self._ready[name].is_of_group:
-            answer = await pool.judge(prompt.text, responses, _fields(prompt, reasons))
+            answer = await pool.judge(text, responses, _fields(prompt, reasons))
             return answer.outcomes
         answers = await asyncio.gather(
             *(
-                pool.judge(prompt.text, [response], _fields(prompt, reason))
+                pool.judge(text, [response], _fields(prompt, reason))
                 for response, reason in zip(responses, reasons, strict=True)
             )
         )

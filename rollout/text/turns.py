@@ -50,14 +50,15 @@ class TurnCheck:
             self._tried.add(key)
 
     def check_shown(self, chat: Chat) -> None:
-        """Refuse a message of an agent's request that the template leaves out, as many do where a role is not theirs.
+        """Refuse a message of an agent's request whose role the template does not name, or which it leaves out.
 
         Raises:
             DataError: Names the message by its number, from 1.
             TemplateRefused: The template refuses the messages.
         """
-        roles = enumerate(str(message["role"]) for message in chat.messages)
-        asked = {(role, number == 0) for number, role in roles if role == "system" or role not in ROLES}
+        roles = [str(message["role"]) for message in chat.messages]
+        self._check_roles(roles)
+        asked = {(role, number == 0) for number, role in enumerate(roles) if role == "system" or role not in ROLES}
         if not asked <= self._shown:
             self._check_written(chat, is_open=True, may_move=True)
             self._shown |= asked

@@ -261,3 +261,12 @@ def test_turns_that_the_model_would_not_see_as_the_row_has_them_are_refused_each
     ):
         with pytest.raises(DataError, match=f"^{message}"):
             check.check(Chat(turns), is_open=True)
+
+
+def test_a_role_that_the_template_does_not_name_is_refused_in_an_agents_request_too() -> None:
+    check = TurnCheck(Written())  # pyright: ignore[reportArgumentType]
+    check.check_shown(Chat([*CHAT[:3], {"role": "critic", "content": "no"}]))
+    with pytest.raises(
+        DataError, match=r"^message 2 has the role 'human', which the model's chat template does not name"
+    ):
+        check.check_shown(Chat([CHAT[0], {"role": "human", "content": "a"}]))

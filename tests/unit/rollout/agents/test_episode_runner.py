@@ -261,7 +261,7 @@ async def test_an_agent_process_that_is_lost_is_replaced_and_a_lost_service_ends
         group = asyncio.create_task(play(runner, "hang"))
         service = next(
             child for child in psutil.Process().children(recursive=True)
-            if "slipstream.rollout.agents.service" in child.cmdline() and "-P" in child.cmdline()[:4]
+            if "slipstream.rollout.agents.service" in child.cmdline() and "-I" not in child.cmdline()[:2]
         )  # fmt: skip
         service.kill()
         with pytest.raises(EngineDied, match=r"agents\.log"):

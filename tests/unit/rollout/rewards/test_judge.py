@@ -82,6 +82,24 @@ async def test_what_may_pass_is_asked_again_and_counted(template: Path):
         }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("messages", "question"),
+    [
+        ([{"role": "user", "content": "2 + 2?"}], "2 + 2?"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}],
+         "system: Be brief.\n\nuser: 2 + 2?"),
+    ],
+)  # fmt: skip
+async def test_a_judge_gets_the_words_of_a_chat_without_the_marks_of_the_policys_template(
+    template: Path, messages: list[dict[str, Any]], question: str
+):
+    prompt = Prompt(0, (1,), "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n", {"answer": "4"}, messages)
+    async with judging(template) as (server, runner):
+        assert await reward_runs.rewards_of(runner, prompt, "good") == [0.7]
+    (asked,) = server.bodies[0]["messages"]
+    assert asked["content"] == f"Is {{response}} right? {question} is 4: <<good>>"
+
+
 async def test_a_judge_that_asks_for_patience_is_left_alone_by_all_samples(template: Path, caplog):
     """After one answer that names an hour, no other request leaves: each says at once that there is no time for it."""
     async with judging(template, options={"timeout_s": 60}) as (server, runner):
