@@ -1,7 +1,8 @@
 """Which evaluated checkpoint is the best one (run.keep_best), on disk and while verdicts are out.
 
     checkpoints/best.json       {"metric": "eval/reward", "value": 0.62, "step": 40, "since": 0,
-                                 "held_out": {"": "aime.jsonl"}, "options": {"reward.kind": "math", ...}}
+                                 "held_out": {"": "aime.jsonl"}, "options": {"reward.kind": "math", ...},
+                                 "files": {"the file of reward.kind": "9f86d081884c", ...}}
     checkpoints/best -> step-000040/
 
 Owns: that choice, which options its figure depends on, and that the best checkpoint, and those whose evaluation goes
@@ -9,11 +10,15 @@ on, are not removed as old ones. Does not own: which figure is better (figures/h
 (run_checkpoint.py).
 """
 
+import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from slipstream.conf.checks.ignored import is_read
+from slipstream.conf.functions import source_of
 from slipstream.conf.json_files import JsonMapping, JsonObject, object_in
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.conf.whole_files import write_whole
@@ -54,6 +59,23 @@ def options_behind(config: RunConfig) -> JsonObject:
     return options
 
 
+def files_behind(options: JsonMapping, held_out: Mapping[str, str]) -> JsonObject:
+    """Hashes of the files that decide a figure by what is in them: the user's code, judges' prompts, held-out rows."""
+    files = {f"the file of {source}": Path(source) for source in held_out.values()}
+    for name, value in options.items():
+        end = name.rpartition(".")[2]
+        if end == "prompt_file" and value is not None:
+            files[f"the file of {name}"] = Path(value)
+        elif end in ("kind", "agent") and ":" in str(value) and (source := source_of(str(value))) is not None:
+            files[f"the file of {name}"] = source
+    return {name: _digest(file) for name, file in files.items() if file.is_file()}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:12]
+
+
 def _may_change_it(name: str, config: RunConfig) -> bool:
     """Whether another value of an option that options_behind looks at may give the figure another meaning."""
     end, rollout = name.rpartition(".")[2], config.rollout
@@ -79,6 +101,7 @@ class BestCheckpoint:
         self._store = store
         self._metric = metric = str(config.run.keep_best)
         self._held_out, self._options = dict(config.data.held_out_sources), options_behind(config)
+        self._files = files_behind(self._options, self._held_out)
         self._file = store.folder / "best.json"
         self._value: float | None = None
         self._step: int | None = None
@@ -92,8 +115,10 @@ class BestCheckpoint:
         options = known.get("options", self._options)  # of a release that wrote down more of them, too
         options = {name: value for name, value in options.items() if _may_change_it(name, config)}
         others = changes(
-            _told(known.get("metric"), known.get("held_out", self._held_out), options),
-            _told(metric, self._held_out, self._options),
+            _told(
+                known.get("metric"), known.get("held_out", self._held_out), options | known.get("files", self._files)
+            ),
+            _told(metric, self._held_out, self._options | self._files),
         )
         if known and not others:
             self._since = min(known.get("since", up_to_step if step is None else step), up_to_step)
@@ -134,7 +159,7 @@ class BestCheckpoint:
 
     def _write(self) -> None:
         facts = {"metric": self._metric, "value": self._value, "step": self._step, "since": self._since}
-        facts |= {"held_out": self._held_out, "options": self._options}
+        facts |= {"held_out": self._held_out, "options": self._options, "files": self._files}
         write_whole(self._file, json.dumps(facts) + "\n")
         link, path = self._file.with_name("best"), None if self._step is None else self._store.of_step(self._step)
         if path is None:

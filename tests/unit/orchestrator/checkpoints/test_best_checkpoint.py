@@ -67,10 +67,12 @@ SAME_MEANINGS = [
 ]
 
 
-def _two_checkpoints(tmp_path: Path, metric: str) -> tuple[CheckpointStore, RunConfig]:
+def _two_checkpoints(
+    tmp_path: Path, metric: str, change: Change = lambda config: config
+) -> tuple[CheckpointStore, RunConfig]:
     """Steps 1 and 2 of an agent's run, of which step 1 is the best."""
     config = _with("data", eval_path="held_out.jsonl")(_with("run", keep_best=metric)(make_config()))
-    config = _with("rollout", agent="play.py:play")(config)
+    config = change(_with("rollout", agent="play.py:play")(config))
     if "dpo" in metric:
         config = _with("algorithm", objective=Objective.dpo)(config)
     store = CheckpointStore(tmp_path, keep=1, options={})
@@ -123,6 +125,44 @@ def test_a_figure_is_compared_with_whatever_else_has_changed(
 def test_an_option_that_this_run_does_not_read_changes_no_figure(before: Change, change: Change) -> None:
     config = before(_with("run", keep_best="eval/reward")(_with("data", eval_path="held_out.jsonl")(make_config())))
     assert options_behind(change(config)) == options_behind(config)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("right.py", "reward.kind"),
+        ("grade.txt", "reward.judge.prompt_file"),
+        ("play.py", "rollout.agent"),
+        ("held_out.jsonl", "held_out.jsonl"),
+    ],
+)
+def test_a_figure_by_another_content_of_a_file_is_not_compared_with(
+    file: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text("before")
+    judge = JudgeConfig(base_url="http://127.0.0.1:1/v1", model="m", prompt_file=file)
+    reward = {"kind": "judge", "judge": judge} if file == "grade.txt" else {"kind": "right.py:right"}
+    store, config = _two_checkpoints(tmp_path, "eval/reward", _with("reward", **reward))
+    BestCheckpoint(store, config, up_to_step=2)
+    assert not caplog.messages
+    Path(file).write_text("after")
+    BestCheckpoint(store, config, up_to_step=2).judge(2, -99.0)
+    assert f"the file of {name}: " in caplog.messages[0]
+    assert (tmp_path / "best").resolve().name == "step-000002"
+
+
+def test_a_best_checkpoint_of_a_release_that_wrote_down_no_files_is_compared_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("play.py").touch()
+    store, config = _two_checkpoints(tmp_path, "eval/reward")
+    known = json.loads((tmp_path / "best.json").read_text())
+    assert list(known.pop("files")) == ["the file of rollout.agent"]
+    (tmp_path / "best.json").write_text(json.dumps(known))
+    BestCheckpoint(store, config, up_to_step=2)
+    assert not caplog.messages
 
 
 def test_options_that_an_earlier_release_wrote_down_and_that_change_no_figure_are_passed_over(
