@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema.engine_arguments import check_engine_options
 from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
-from slipstream.conf.schema.rules import above, at_least, require
+from slipstream.conf.schema.rules import above, at_least, require, without_password
 
 ALL_ENGINES = ": rollout.num_workers is how many there are"
 DRAWN = If("rollout.eval.temperature!=0", ", which takes the likeliest token", REMOVE_ONE)
@@ -291,7 +291,8 @@ class RolloutConfig:
 
 
 def check_notice(notice: str | None) -> None:
-    """A whole path or a URL of HTTP."""
+    """A whole path or a URL of HTTP, without a password."""
+    without_password("rollout.notice", notice)
     if notice is None:
         return
     url = urlsplit(notice)

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -19,6 +20,14 @@ def require(ok: bool, message: str) -> None:
     """Refuse the section with `message` unless `ok`."""
     if not ok:
         raise ConfigError(message)
+
+
+def without_password(option: str, url: str | None) -> None:
+    """Refuse a URL that has a password in it: options are written into the run folder."""
+    require(
+        url is None or re.search(r"//[^/?#]*:[^/?#]*@", url) is None,
+        f"{option} holds a password, which would be in config.yaml; give credentials in the environment",
+    )
 
 
 def divisors(number: int) -> list[int]:

@@ -4,7 +4,6 @@ import math
 import re
 from dataclasses import dataclass, field
 from typing import ClassVar
-from urllib.parse import urlsplit
 
 from slipstream.conf.schema.algorithm import AlgorithmConfig, Objective
 from slipstream.conf.schema.cluster import ClusterConfig
@@ -15,7 +14,7 @@ from slipstream.conf.schema.parity import ParityConfig
 from slipstream.conf.schema.read_if import If, read_if
 from slipstream.conf.schema.reward import RewardConfig
 from slipstream.conf.schema.rollout import EVALUATED, RolloutConfig
-from slipstream.conf.schema.rules import at_least, require
+from slipstream.conf.schema.rules import at_least, require, without_password
 from slipstream.conf.schema.trainer import TrainerConfig, TrainMode
 from slipstream.conf.schema.weight_sync import SyncMode, WeightSyncConfig
 
@@ -91,10 +90,7 @@ class RunSection:
             url is None or bool(re.fullmatch(r"\w[\w+.-]*://[^?]+", url)),
             f"run.checkpoint_dir must be a URL such as s3://bucket/runs or file:///mnt/disk/runs, got {url!r}",
         )
-        require(
-            url is None or urlsplit(url).password is None,
-            "run.checkpoint_dir holds a password, which would be in config.yaml; give credentials in the environment",
-        )
+        without_password("run.checkpoint_dir", url)
         if self.resume is not None and "://" in self.resume:
             above = self.resume.rstrip("/").rpartition("/")[0]
             require(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slipstream.conf.schema.rules import above, require
+from slipstream.conf.schema.rules import above, require, without_password
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,8 @@ class AskedModel:
     """Longest time of one request."""
 
     def check_address(self, section: str) -> None:
-        """Refuse a base_url that is no address of HTTP."""
+        """Refuse a base_url that is no address of HTTP, or that has a password."""
+        without_password(f"{section}.base_url", self.base_url)
         require(
             self.base_url.startswith(("http://", "https://")),
             f"{section}.base_url must be the address of an OpenAI endpoint, such as http://127.0.0.1:8000/v1, got "
