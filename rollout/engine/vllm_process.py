@@ -57,6 +57,8 @@ T = TypeVar("T")
 WAIT_LOG_S = 30.0
 LOOK_EVERY_S = 1.0
 """Pause between two looks at whether the engine still runs, while a call is under way."""
+START_LOOK_S = 0.2
+"""The same, while the engine starts."""
 SHUTDOWN_TIMEOUT_S = 1.0
 """How long the engine's processes get to end after SIGTERM. They hold nothing that must be saved."""
 
@@ -168,10 +170,23 @@ class VllmProcess:
         await asyncio.to_thread(import_vllm)
 
     async def start(self) -> None:
-        """Start the engine's processes. Raises EngineError if vLLM refused an argument or failed to come up."""
+        """Start the engine's processes. Raises EngineError if vLLM refused an argument or failed to come up, or if one
+        of them has died: vLLM waits minutes for one that dies between two of its messages."""
         self._set_environment()
+        others, started = set(multiprocessing.active_children()), set[BaseProcess]()
         # In a thread, so that the event loop goes on, and vLLM's output handler starts only at the first request.
-        await asyncio.to_thread(self._build)
+        building = asyncio.create_task(asyncio.to_thread(self._build))
+        try:
+            while not building.done():
+                await asyncio.wait([building], timeout=START_LOOK_S)
+                started.update(multiprocessing.active_children())
+                dead = [child for child in started - others if child.exitcode]
+                if dead and not (await asyncio.wait([building], timeout=LOOK_EVERY_S))[0]:  # vLLM knows no more
+                    how = death_of_a_child() or how_it_ended(dead[0].exitcode)
+                    raise EngineError(f"the engine did not start: its process {how}")
+            await building
+        finally:
+            building.cancel()
 
     def _set_environment(self) -> None:
         set_engine_environment(self._device, batch_invariant=self._batch_invariant)

@@ -1,8 +1,12 @@
 """What an engine wrote that did not come up, or died, is found, and the line that says why is in the error. No vLLM."""
 
+import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -13,6 +17,7 @@ from slipstream.conf.schema import Device, DType, RolloutConfig
 from slipstream.rollout.crash_reports import PARENT_VARIABLE
 from slipstream.rollout.engine.start_failure import OutputSince, cause_in
 from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.engine.vllm_process import VllmProcess
 from slipstream.rollout.errors import EngineDied, EngineError
 from slipstream.rollout.types import EngineOptions
 
@@ -150,3 +155,31 @@ async def test_an_engine_that_ended_by_itself_is_quoted(tmp_path: Path, code: in
         with pytest.raises(EngineDied) as caught:
             engine.check()
     assert str(caught.value) == f"the engine's process {told}; this rollout worker must be restarted"
+
+
+async def test_a_start_whose_process_was_killed_ends_although_vllm_goes_on_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM does, for ten minutes, where the process dies between its two messages."""
+    is_seen, gives_up, active_children = threading.Event(), threading.Event(), multiprocessing.active_children
+
+    def look() -> list[BaseProcess]:
+        if found := active_children():
+            is_seen.set()
+        return found
+
+    def make(_: dict[str, Any]) -> Any:
+        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        process.start()
+        is_seen.wait()
+        process.kill()
+        gives_up.wait()
+        raise TimeoutError("Timed out waiting for engine core processes to start")
+
+    monkeypatch.setattr(multiprocessing, "active_children", look)
+    process = VllmProcess({}, Device.cpu, batch_invariant=False, make=make)
+    try:
+        with pytest.raises(EngineError, match=r"^the engine did not start: its process was ended by SIGKILL$"):
+            await process.start()
+    finally:
+        gives_up.set()
