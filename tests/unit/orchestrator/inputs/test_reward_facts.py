@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from cases.held_port import held_port
 
 from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.inputs.facts import Fact
@@ -43,10 +44,11 @@ def test_nothing_is_told_of_a_reward_that_was_chosen_or_does_not_judge(words: li
 
 
 def test_a_judge_that_cannot_be_reached_is_a_warning() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listens:
-        url = f"http://127.0.0.1:{listens.getsockname()[1]}/v1"
+    with held_port() as port:
+        url = f"http://127.0.0.1:{port}/v1"
         config = load_run_config([*MINE, "reward=judge", f"reward.judge.base_url={url}", "reward.judge.model=m"])
-        assert check_reward_loads(config) == Fact("reward", "judge")
-    fact = check_reward_loads(config)
+        fact = check_reward_loads(config)
+        with socket.create_server(("127.0.0.1", port)):
+            assert check_reward_loads(config) == Fact("reward", "judge")
     assert fact is not None and fact.is_warning
     assert f"judge; the judge at {url} cannot be reached" in fact.finding
