@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 import time
@@ -42,16 +43,16 @@ class Publisher:
     def __init__(self, address: str, key: bytes = KEY) -> None:
         self.clients = ReplicaClients([address], key)
 
-    def ask(self, verb: Any, *given: object, timeout_s: float = 10.0) -> object:
+    def ask(self, verb: Any, *given: object, timeout_s: float = 60.0) -> object:
         return self.clients.call(verb, {0: given}, {0: timeout_s})[0]
 
-    def describe(self, timeout_s: float = 10.0) -> object:
+    def describe(self, timeout_s: float = 60.0) -> object:
         return self.ask(ReplicaVerbs.describe, self.clients.publisher, timeout_s=timeout_s)
 
     def publish(self, epoch: int) -> PublishId:
         return PublishId(self.clients.publisher, 1, epoch, "d")
 
-    def begin(self, epoch: int, timeout_s: float = 10.0) -> object:
+    def begin(self, epoch: int, timeout_s: float = 60.0) -> object:
         return self.ask(ReplicaVerbs.begin, self.publish(epoch), (), timeout_s=timeout_s)
 
 
@@ -76,7 +77,7 @@ def test_publishers_are_heard_whatever_their_clocks_say(
     for now in (2 << 60, 1 << 60, 1):
         monkeypatch.setattr(time, "time_ns", lambda now=now: now)
         publishers.append(publisher := Publisher(replica.address))
-        described = publisher.describe(2.0)
+        described = publisher.describe()
         assert isinstance(described, Described)
         assert isinstance(publisher.begin(described.own_epoch + 1), Begun)
 
@@ -142,14 +143,14 @@ def test_calls_of_several_publishers_are_done_one_after_the_other(
     answers: dict[str, object] = {}
     threads = [threading.Thread(target=lambda: answers.update(begun=first.begin(1)))]
     threads[0].start()
-    assert began.wait(10)
+    assert began.wait(60)
     threads.append(threading.Thread(target=lambda: answers.update(described=second.describe())))
     threads[1].start()
     time.sleep(0.2)
     assert not answers
     go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert isinstance(answers["begun"], Begun) and isinstance(answers["described"], Described)
     assert answers["described"].own_epoch == 1
 
@@ -299,10 +300,10 @@ def test_who_has_another_key_is_told_at_once_that_this_is_another_run(
 
 
 def test_an_address_that_is_none_is_named_and_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ProtocolError, match="'nowhere' is no address of a process"):
         ReplicaClients(["", "nowhere"], KEY)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 class Cable:
@@ -366,11 +367,11 @@ def test_a_silent_replica_is_waited_for_until_its_own_deadline_and_named_meanwhi
     began = time.monotonic()
     caplog.set_level(logging.WARNING)
     given = (publisher.publish(1), ())
-    answers = publisher.clients.call(ReplicaVerbs.begin, {0: given, 1: given}, {0: 0.25, 1: 6.0})
+    answers = publisher.clients.call(ReplicaVerbs.begin, {0: given, 1: given}, {0: 1.0, 1: 240.0})
     assert isinstance(answers[0], TransferTimeout) and isinstance(answers[1], Begun)
-    assert time.monotonic() - began < 5.0
-    assert publisher.clients.answer_s[0] >= 0.25
-    assert any(record.getMessage() == f"begin: waited 0 s for {cable.address}" for record in caplog.records)
+    assert time.monotonic() - began < 120.0
+    assert publisher.clients.answer_s[0] >= 1.0
+    assert re.search(rf"begin: waited \d s for {cable.address}\n", caplog.text)
     cable.close()
 
 
