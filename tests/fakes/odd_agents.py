@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream.rollout.agents.session import Session
@@ -30,6 +31,10 @@ async def behave(task: Mapping[str, Any], session: Session) -> Any:
         return numpy.bool_(True)
     if what in RETURNED:
         return RETURNED[what]
+    if what == "leave":
+        await asyncio.create_subprocess_exec("sleep", "86413", task["mark"], start_new_session=True)
+    if what == "impatient":
+        await _lose_patience(session, Path(task["under_way"]))
     if what in ACTS:
         await ACTS[what](session)
     return 0.5
@@ -67,10 +72,6 @@ async def _print(_: Session) -> None:
     await tool.wait()
 
 
-async def _leave(_: Session) -> None:
-    await asyncio.create_subprocess_exec("sleep", "86413", start_new_session=True)
-
-
 async def _ask_for_much(session: Session) -> None:
     await session.chat([{"role": "user", "content": "x" * 10_000_000}])
 
@@ -88,11 +89,13 @@ async def _go_on(session: Session) -> NoReturn:
         await session.chat(GO)
 
 
-async def _lose_patience(session: Session) -> None:
-    try:
-        await asyncio.wait_for(session.chat(GO), 0.2)
-    except TimeoutError:
-        await asyncio.sleep(0.5)
+async def _lose_patience(session: Session, under_way: Path) -> None:
+    """Give a request up when there is that file, and ask once more when there is none."""
+    asked = asyncio.create_task(session.chat(GO))
+    for is_there in (True, False):
+        while await asyncio.to_thread(under_way.exists) != is_there:
+            await asyncio.sleep(0.01)
+        asked.cancel()
     await session.chat(GO)
 
 
@@ -116,12 +119,10 @@ ACTS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "hang": _hang,
     "hang for ever": _hang_for_ever,
     "print": _print,
-    "leave": _leave,
     "huge": _ask_for_much,
     "heat": _heat,
     "wait": _wait,
     "turns": _go_on,
-    "impatient": _lose_patience,
     "fork": _fork,
     "garbage": _write_garbage,
 }

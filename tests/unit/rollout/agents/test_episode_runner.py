@@ -5,6 +5,7 @@ Everything is real but the engine: the service's process, the agents' processes,
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -154,14 +155,17 @@ async def test_every_request_has_a_seed_of_its_own_and_a_group_can_be_repeated(
     assert len(first) == 6 and first == again and None not in first
 
 
-async def play(runner: EpisodeRunner, *behaviours: str, column: str = "what") -> list[FinishedEpisode]:
-    groups = [runner.run_group(Prompt(0, (1,), "p", {column: what}), 1) for what in behaviours]
+async def play(runner: EpisodeRunner, *behaviours: str, **row: str) -> list[FinishedEpisode]:
+    groups = [runner.run_group(Prompt(0, (1,), "p", {"what": what, **row}), 1) for what in behaviours]
     return [episode for group in await asyncio.gather(*groups) for episode in group]
 
 
+MARK = f"0.{os.getpid()}"
+
+
 def left_behind() -> list[psutil.Process]:
-    """Processes that the agents of this run left."""
-    return [process for process in psutil.process_iter(["cmdline"]) if "86413" in (process.info["cmdline"] or [])]
+    """Processes that the agents of this test left, and no other one beside it."""
+    return [process for process in psutil.process_iter(["cmdline"]) if MARK in (process.info["cmdline"] or [])]
 
 
 async def test_what_an_agent_does_costs_its_own_episode(
@@ -175,7 +179,7 @@ async def test_what_an_agent_does_costs_its_own_episode(
     async with running(config("behave", max_turns=4), tmp_path) as (runner, _):
         await play(runner, "raise")
         assert runner.first_report.endswith("KeyError: 'no such thing'\n") and "odd_agents.py" in runner.first_report
-        episodes = dict(zip(expected, await play(runner, *expected), strict=True))
+        episodes = dict(zip(expected, await play(runner, *expected, mark=MARK), strict=True))
         again = (await play(runner, "wait", "heat", "heat"))[0]
         assert len(left_behind()) == 1
     assert not left_behind(), "what an agent starts ends with the run"
@@ -211,20 +215,22 @@ async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
 async def test_a_request_that_its_agent_gave_up_is_sampled_no_further(
     config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    diary: list[str] = []
+    diary, under_way = list[str](), tmp_path / "under way"
     async with running(config("behave", max_turns=9), tmp_path) as (runner, engine):
 
         async def hang_once(prompt: Prompt, sampling: SamplingConfig) -> Rollout:
             diary.append("asked")
             if len(diary) == 2:
                 try:
+                    under_way.touch()
                     await asyncio.Event().wait()
                 finally:
                     diary.append("given up")
+                    under_way.unlink()
             return await engine.generate(prompt, sampling)
 
         runner.sample_with(hang_once)
-        (episode,) = await play(runner, "impatient")
+        (episode,) = await play(runner, "impatient", under_way=str(under_way))
     assert (diary, episode.reward) == (["asked", "asked", "given up", "asked"], 0.5)
 
 
