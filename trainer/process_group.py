@@ -57,22 +57,14 @@ class ControlGroup:
 
     def agree(self, what: str, value: object) -> None:
         """Raise TrainerError on every rank unless all of them hold the same value, compared by its repr."""
-        if self.group is None:
-            return
-        mine = torch.frombuffer(bytearray(hashlib.sha256(repr(value).encode()).digest()), dtype=torch.uint8)
-        digests = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(digests, mine, group=self.group)
-        others = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
+        mine = list(hashlib.sha256(repr(value).encode()).digest())
         # Every rank sees every digest, so that all raise and none is left waiting in the next collective.
+        others = [rank for rank, digest in enumerate(self.of_ranks(mine)) if digest != mine]
         if others:
             raise TrainerError(f"rank {self.rank}: ranks {others} hold other {what} than this rank's {value!r}")
 
     def sum(self, value: int) -> int:
-        if self.group is None:
-            return value
-        total = torch.tensor(value, dtype=torch.int64)
-        dist.all_reduce(total, group=self.group)
-        return int(total)
+        return sum(one for (one,) in self.of_ranks([value]))
 
     def of_ranks(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, as many on each."""

@@ -119,14 +119,13 @@ class TrainerRank:
         times.append(time.perf_counter())
         init_from = trainer.lora.init_from if trainer.mode is TrainMode.lora else None
         num_unadapted = 0 if init_from is None else load_adapter(decoder, init_from)
-        updates = options.algorithm.updates_per_step
-        learner = Learner(decoder, trainer.optim, options.num_steps, updates, rank=self._rank, device=self._device)
+        learner = Learner(decoder, trainer.optim, options.num_steps, options.algorithm.updates_per_step)
         refusal = refusal_of_graphs(decoder, self._device)
         self._learner = learner
         self._policy = self._policy_of(decoder, learner, has_graphs=refusal is None)
-        self._delivery = self._delivery_of(decoder, is_packed=bool(report.num_packed_bytes))
+        self._delivery = self._delivery_of(decoder)
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in learner.shards))
-        self._states = RankStates(options, self._rank, decoder, learner, self._control, self._device)
+        self._states = RankStates(options, decoder, learner, self._control)
         times.append(time.perf_counter())
         parts = "kernels", "decoder", "weights", "what trains and publishes them"
         return {
@@ -167,19 +166,17 @@ class TrainerRank:
             temperature=options.temperature,
             chunk_tokens=trainer.logprob_chunk_tokens(decoder.spec.vocab_size),
             mask_log_ratio=options.parity.mask_log_ratio,
-            device=self._device,
             graphs=graphs,
         )
 
-    def _delivery_of(self, decoder: Decoder, *, is_packed: bool) -> Delivery:
+    def _delivery_of(self, decoder: Decoder) -> Delivery:
         options, merges = self._options, ()
         if options.weight_sync.remote_merge is not RemoteMerge.none:
             dtype = options.model.dtype.value
             merges = planned_merges(decoder.spec, dtype, options.trainer, options.rounding_seed)
         return Delivery(
             decoder, self._control, options.weight_sync, BlockFp8.from_hf_config(options.hf_config),
-            options.trainer.lora, is_packed=is_packed, key=options.sync_key, host=self._host, device=self._device,
-            merges=merges,
+            key=options.sync_key, host=self._host, merges=merges,
         )  # fmt: skip
 
     def warm_up(self, lengths: list[int]) -> dict[str, float]:

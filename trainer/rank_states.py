@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from slipstream.conf.json_files import JsonObject
@@ -40,22 +39,14 @@ from slipstream.trainer.step.learner import Learner
 class RankStates:
     """The states of one loaded rank. Methods, has_written and settle aside, are collective over the trainer's ranks."""
 
-    def __init__(
-        self,
-        options: TrainerOptions,
-        rank: int,
-        decoder: Decoder,
-        learner: Learner,
-        control: ControlGroup,
-        device: torch.device,
-    ) -> None:
-        self._options, self._rank, self._device = options, rank, device
-        self._decoder, self._learner, self._control = decoder, learner, control
-        self._writes, self._copies = BackgroundWrites(), HostCopies(device)
-        self._kept = KeptStates(rank, options.sync_key, device)
+    def __init__(self, options: TrainerOptions, decoder: Decoder, learner: Learner, control: ControlGroup) -> None:
+        self._options, self._decoder, self._learner, self._control = options, decoder, learner, control
+        self._rank, self._device = decoder.layout.rank, decoder.layout.device
+        self._writes, self._copies = BackgroundWrites(), HostCopies(self._device)
+        self._kept = KeptStates(self._rank, options.sync_key, self._device)
         self.num_bytes = num_bytes = sum(tensor.nbytes for tensor in learner.state_tensors().values())
         """Size of this rank's state."""
-        if rank == 0 and options.trainer.mode is TrainMode.lora:
+        if self._rank == 0 and options.trainer.mode is TrainMode.lora:
             num_bytes += options.trainer.num_ranks * learner.num_bytes  # the whole adapter
         self._writes.begin(partial(self._copies.prepare, num_bytes))
 

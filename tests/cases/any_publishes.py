@@ -29,7 +29,6 @@ from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.weights.factors import merges_of
 from slipstream.trainer.weights.loading import load_weights
-from slipstream.trainer.weights.packed_experts import is_packed
 from slipstream.trainer.weights.quantization import BlockFp8
 from slipstream.weight_sync.layout import Region
 
@@ -92,8 +91,8 @@ class AnyPublishes(RuleBasedStateMachine):
         draw_b(self.decoder)
         self.merges = merges_of(self.decoder) if kind.sync is FACTORS else ()
         self.delivery = Delivery(
-            self.decoder, ControlGroup(0, 1, "", CPU), kind.sync, kind.quantization, trainer.lora,
-            is_packed=is_packed(self.decoder), key=KEY, host="127.0.0.1", device=CPU, merges=self.merges,
+            self.decoder, ControlGroup(0, 1, "", CPU), kind.sync, kind.quantization,
+            key=KEY, host="127.0.0.1", merges=self.merges,
         )  # fmt: skip
         is_alone = kind.sync is ADAPTERS
         self.oracle = (

@@ -99,10 +99,11 @@ def run(
     """Output and every gradient, for the tokens in `rows`. With `most_tokens` tokens are gathered."""
     x, weights, ids, grad_out = make_batch(experts.compute_dtype)  # type: ignore[arg-type]
     x, weights = x.detach()[rows].requires_grad_(), weights.detach()[rows].requires_grad_()
+    shares = shares or equal_shares(1 if group is None else group.size())
     if group is None or most_tokens is None:
         plan, receive_x = plan_dispatch(ids[rows], NUM_EXPERTS, group, shares), None
     else:
-        plan, receive_x = plan_gathered(x, ids[rows], weights, group, shares or equal_shares(group.size()), most_tokens)
+        plan, receive_x = plan_gathered(x, ids[rows], weights, group, shares, most_tokens)
     out = experts(x, weights, plan, receive_x=receive_x)
     out.backward(grad_out[rows])
     grads = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
@@ -121,9 +122,9 @@ def equal_shares(world_size: int) -> list[int]:
     return [NUM_EXPERTS // world_size] * world_size
 
 
-def shares_of(world_size: int) -> list[int] | None:
+def shares_of(world_size: int) -> list[int]:
     """Experts of each rank; those of four are unequal."""
-    return [3, 1, NUM_EXPERTS - 6, 2] if world_size == 4 else None
+    return [3, 1, NUM_EXPERTS - 6, 2] if world_size == 4 else equal_shares(world_size)
 
 
 def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) -> None:
@@ -133,7 +134,6 @@ def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) ->
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     try:
         shares = shares_of(world_size)
-        counts = shares or equal_shares(world_size)
         results: dict[Any, Any] = {}
         rows = [rows_of(one, world_size) for one in range(world_size)]
         most_tokens = max(one.stop - one.start for one in rows)
@@ -141,7 +141,7 @@ def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) ->
             for is_full, way, bound in WAYS:
                 gathered.BOUND_BYTES = bound
                 experts = make_experts(
-                    first=sum(counts[:rank]), count=counts[rank], dtype=dtype, is_full=is_full, has_bias=is_full
+                    first=sum(shares[:rank]), count=shares[rank], dtype=dtype, is_full=is_full, has_bias=is_full
                 )
                 most = None if way == "rows" else most_tokens
                 found = run(experts, dist.group.WORLD, rows[rank], shares, most)
@@ -149,11 +149,11 @@ def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) ->
             for is_full in (False, True):
                 for mode in CombineMode:
                     experts = make_experts(
-                        first=sum(counts[:rank]), count=counts[rank], dtype=dtype, is_full=is_full, has_bias=True,
+                        first=sum(shares[:rank]), count=shares[rank], dtype=dtype, is_full=is_full, has_bias=True,
                         combine_mode=mode,
                     )  # fmt: skip
                     results[dtype, is_full, mode] = run(experts, dist.group.WORLD, rows[rank], shares)
-        experts = make_experts(first=sum(counts[:rank]), count=counts[rank])
+        experts = make_experts(first=sum(shares[:rank]), count=shares[rank])
         for fault, exchange in FAULTS.items():
             with mock.patch.object(gathered, "_all_to_all", exchange):
                 results[fault] = run(experts, dist.group.WORLD, rows[rank], shares, most_tokens)

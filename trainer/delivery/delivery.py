@@ -18,15 +18,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import LoraConfig, SyncMode, WeightSyncConfig
+from slipstream.conf.schema import SyncMode, WeightSyncConfig
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.errors import LayoutError, TrainerError
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.process_group import ControlGroup
+from slipstream.trainer.weights.packed_experts import is_packed
 from slipstream.trainer.weights.quantization import BlockFp8
 from slipstream.weight_sync.errors import ReplicaError
 from slipstream.weight_sync.gc_freeze import freeze_heap
@@ -47,8 +46,6 @@ class Delivery:
         decoder: Loaded and sharded.
         control: The group of all trainer ranks.
         quantization: The format that engines want projections in; None: the decoder's own.
-        lora: Section trainer.lora; read in adapter mode.
-        is_packed: Whether experts are packed; packed experts are not sent.
         key: Signs the control messages of a publish.
         host: Address at which engines' links reach this rank.
         merges: Of the whole model, if engines merge for themselves (weight_sync.remote_merge).
@@ -60,12 +57,9 @@ class Delivery:
         control: ControlGroup,
         config: WeightSyncConfig,
         quantization: BlockFp8 | None,
-        lora: LoraConfig,
         *,
-        is_packed: bool,
         key: bytes,
         host: str,
-        device: torch.device,
         merges: Sequence[Merge] = (),
     ) -> None:
         self._control = control
@@ -73,7 +67,7 @@ class Delivery:
         self._config = config
         self._key = key
         self._host = host
-        self._device = device
+        self._device = decoder.layout.device
         self._publisher: Publisher | None = None
         self._transport: Transport | None = None
         self.base_source: TrainerWeightSource | None = None
@@ -81,11 +75,11 @@ class Delivery:
         """What every version is read from; None if nothing can be published."""
         self._merged_from: TrainerWeightSource | None = None
         """What engines that merge for themselves merge from."""
-        if config.mode is SyncMode.adapter:
-            if not is_packed:
+        if config.mode is SyncMode.adapter and decoder.lora is not None:
+            if not is_packed(decoder):
                 self.base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
-            self.source = AdapterSource(decoder, self._rank, lora)
-        elif not is_packed:  # fine-tuning publishes nothing
+            self.source = AdapterSource(decoder, self._rank, decoder.lora)
+        elif not is_packed(decoder):  # fine-tuning publishes nothing
             keeps_last = config.delta_bytes > 0
             self.source = TrainerWeightSource(decoder, self._rank, quantization, keeps_last=keeps_last, merges=merges)
             if merges:

@@ -117,7 +117,6 @@ def _moe_block(build: Build, moe: MoeSpec, number: int) -> MoeBlock:
     return MoeBlock(
         router,
         experts,
-        num_experts=moe.num_experts,
         ep_group=layout.ep_group,
         shares=[len(share) for share in shares],
         shared=build.dense_mlp(moe.shared_intermediate_size) if moe.shared_intermediate_size else None,

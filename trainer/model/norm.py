@@ -7,12 +7,6 @@ from slipstream.conf.schema import Rounding
 from slipstream.trainer.kernels.rms_norm import add_rms_norm, rms_norm
 
 
-def unit_heads(x_TO: Tensor, head_dim: int, eps: float) -> Tensor:
-    """Every head divided by its root mean square, without a weight; rounded once."""
-    heads = x_TO.float().unflatten(1, (-1, head_dim))
-    return (heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + eps)).flatten(1).to(x_TO.dtype)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim; with `adds_one`, * (1 + weight), which is rounded once in any case."""
 

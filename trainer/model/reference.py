@@ -25,26 +25,24 @@ class ReferencePolicy:
         """Args: `trained_shards`, local tensors that alias the trained parameters, which are copied; None if the policy
         before training is the one without adapters."""
         self._decoder = decoder
-        self._trained = trained_shards
-        self._initial = None if trained_shards is None else [shard.detach().clone() for shard in trained_shards]
+        self._swapped = None if trained_shards is None else [(one, one.detach().clone()) for one in trained_shards]
 
     @contextmanager
     def active(self) -> Iterator[Forward]:
         """What computes the reference inside, without gradients. All ranks enter and leave together."""
         with torch.no_grad():
-            if self._trained is None or self._initial is None:
+            if self._swapped is None:
                 yield self._decoder.by.without_adapters()
                 return
-            self._exchange()
+            self._exchange(self._swapped)
             try:
                 yield self._decoder.by
             finally:
-                self._exchange()
+                self._exchange(self._swapped)
 
-    def _exchange(self) -> None:
+    def _exchange(self, swapped: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Swap trained and initial values in place, and drop gathered copies of the old ones."""
-        assert self._trained is not None and self._initial is not None
-        for trained, initial in zip(self._trained, self._initial, strict=True):
+        for trained, initial in swapped:
             kept = trained.clone()
             trained.copy_(initial)
             initial.copy_(kept)

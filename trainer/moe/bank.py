@@ -63,10 +63,6 @@ class PackedBank(nn.Module):
         """gate_up (E, 2I, H) and down (E, H, I). Valid until weights are asked for the layer after the next one."""
         return self._unpacked.take(self._index, towards)
 
-    def forget(self) -> None:
-        """Call it when packed bits changed: every layer is unpacked again at its next use."""
-        self._unpacked.forget()
-
     @property
     def num_bytes(self) -> int:
         """Packed bits and scales."""
@@ -132,11 +128,6 @@ class UnpackBuffers:
                 other.ready = torch.cuda.Event()
                 other.ready.record()
         return pair.weights
-
-    def forget(self) -> None:
-        """Call it when packed bits changed: every layer is unpacked again at its next use."""
-        for pair in self._pairs:
-            pair.held = -1
 
     def _allocate(self, device: torch.device) -> None:
         shapes = self._banks[0].shapes

@@ -4,7 +4,7 @@ Owns the modules, and how rows reach their experts. Does not own the order (trai
 nor the arithmetic of the routed experts (routed.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -27,18 +27,17 @@ class MoeBlock(nn.Module):
         gate: Router,
         experts: Experts,
         *,
-        num_experts: int,
         ep_group: dist.ProcessGroup | None,
-        shares: Sequence[int] | None = None,
-        shared: nn.Module | None = None,
-        shared_gate: nn.Module | None = None,
-        shared_name: str = "shared_experts",
+        shares: list[int],
+        shared: nn.Module | None,
+        shared_gate: nn.Module | None,
+        shared_name: str,
     ) -> None:
-        """Args: `shared` is what every token passes, named `shared_name`, and `shared_gate` its gate; None: none."""
+        """Args: `shares` are the experts of each ep_rank, `shared` is what every token passes, named `shared_name`, and
+        `shared_gate` its gate; None: none."""
         super().__init__()
         self.gate = gate
         self.experts = experts
-        self.num_experts = num_experts
         self.ep_group = ep_group
         self.shares = shares
         present = {name: one for name, one in ((shared_name, shared), (SHARED_GATE, shared_gate)) if one is not None}
@@ -89,9 +88,8 @@ class MoeBlock(nn.Module):
             or most_tokens is None
             or not gathers(group.size(), experts_TK.shape[1], self.experts.combine_mode)
         ):
-            return plan_dispatch(experts_TK, self.num_experts, group, self.shares), None
-        shares = list(self.shares or [self.num_experts // group.size()] * group.size())
-        return plan_gathered(x_TH, experts_TK, weights_TK, group, shares, most_tokens)
+            return plan_dispatch(experts_TK, sum(self.shares), group, self.shares), None
+        return plan_gathered(x_TH, experts_TK, weights_TK, group, self.shares, most_tokens)
 
     def combined(self, routed_TH: Tensor, shared_TH: Tensor | None = None) -> Tensor:
         """What the block adds to the residual stream, every step rounded."""

@@ -131,14 +131,14 @@ class Dispatch:
 
 @torch.no_grad()
 def plan_dispatch(
-    experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None, shares: Sequence[int] | None = None
+    experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None, shares: Sequence[int] = ()
 ) -> Dispatch:
     """Sort choices by expert and, with a group, exchange row counts (a small all-to-all, one wait for the device).
 
     Args:
         experts_TK: The expert of each choice.
         group: The ep_ranks; None: this rank holds every expert.
-        shares: Experts of each ep_rank, in order; None: equal ones.
+        shares: Experts of each ep_rank, in order.
     """
     order = sort_by_expert(experts_TK.flatten(), num_experts, experts_TK.shape[1])
     choices = (order.choice_of_row_S, order.token_of_row_S, order.row_of_choice_S.view_as(experts_TK))
@@ -147,10 +147,9 @@ def plan_dispatch(
         return Dispatch(*choices, RowGroups(counts_E, experts_TK.numel(), order.ends_E), None)
 
     num_ranks = group.size()
-    shares = [num_experts // num_ranks] * num_ranks if shares is None else list(shares)
     num_local = shares[group.rank()]
     received_re = counts_E.new_empty(num_ranks * num_local)
-    dist.all_to_all_single(received_re, counts_E, [num_local] * num_ranks, shares, group=group)
+    dist.all_to_all_single(received_re, counts_E, [num_local] * num_ranks, list(shares), group=group)
     counts = torch.cat((counts_E, received_re)).tolist()
     send_splits = _sums(counts[:num_experts], shares)
     receive_splits = _sums(counts[num_experts:], [num_local] * num_ranks)
@@ -172,7 +171,11 @@ def _all_to_all(
     rows: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
     out = rows.new_empty(sum(receive_splits), *rows.shape[1:])
-    work = dist.all_to_all_single(out, rows, receive_splits, send_splits, group=group, async_op=True)
+    return received(out, dist.all_to_all_single(out, rows, receive_splits, send_splits, group=group, async_op=True))
+
+
+def received(out: Tensor, work: dist.Work | None) -> Callable[[], Tensor]:
+    """A function that waits for an exchange, and returns what it wrote."""
     assert work is not None
 
     def wait() -> Tensor:

@@ -23,7 +23,7 @@ from slipstream.trainer.moe.bank import PackedBank, UnpackBuffers
 from slipstream.trainer.moe.dispatch import Dispatch
 from slipstream.trainer.moe.gathered import Gathered
 from slipstream.trainer.moe.grouped import GroupedBackend, choose_grouped_backend
-from slipstream.trainer.moe.routed import ExpertCall, routed_experts
+from slipstream.trainer.moe.routed import ExpertCall, RoutedExperts
 
 
 class Experts(Adapted):
@@ -97,8 +97,13 @@ class Experts(Adapted):
         A rank without rows still joins every exchange and gives every parameter a gradient.
 
         Args:
-            keep_gate_up, receive_x: as in routed_experts.
+            x_TH: in the compute dtype.
+            weights_TK: compute dtype or float32.
+            x_again: computes x_TH in the backward pass, and the product of gate and up (2I numbers per row) is computed
+                from it; None: both are saved.
+            keep_gate_up: called with that product, which is saved then even if x is computed again.
             merged: weights with the adapters in them, to compute with instead of both.
+            receive_x: what plan.sending(x_TH) returned; None: it was not called.
         """
         adapters: tuple[Tensor | None, ...] = (None, None, None, None)
         scale = 1.0
@@ -107,4 +112,4 @@ class Experts(Adapted):
             scale = self.lora.scale
         base = (*(merged or (self.gate_up_proj, self.down_proj)), self.gate_up_bias, self.down_bias)
         call = ExpertCall(self.activation, scale, self.backend, self.combine_mode, self.packed)
-        return routed_experts(x_TH, weights_TK, base, adapters, plan, call, x_again, keep_gate_up, receive_x)
+        return RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again, keep_gate_up, receive_x)

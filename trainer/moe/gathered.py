@@ -33,6 +33,7 @@ from slipstream.conf.schema import CombineMode
 from slipstream.trainer.kernels.experts.combine import weighted_sum
 from slipstream.trainer.kernels.experts.counting_sort import ExpertOrder, sort_by_expert
 from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.moe.dispatch import received
 
 BOUND_BYTES = 512 << 20
 """Bytes of rows, one for each choice of each token: with more, rows have memory for as many as there are."""
@@ -115,13 +116,8 @@ class Gathered:
     def weights_gradient(self, dw_S: Tensor) -> Callable[[], Tensor]:
         """As `Dispatch.weights_gradient`."""
         dw_NK = torch.cat([dw_S, dw_S.new_zeros(1)])[self.row_of_choice_NK]  # -1: the last
-        wait = _all_to_all(received_NK := torch.empty_like(dw_NK), dw_NK, self.group)
-
-        def summed() -> Tensor:
-            wait()
-            return received_NK.unflatten(0, (self.group.size(), -1))[:, : self.num_tokens].sum(0)
-
-        return summed
+        wait = _all_to_all(torch.empty_like(dw_NK), dw_NK, self.group)
+        return lambda: wait().unflatten(0, (self.group.size(), -1))[:, : self.num_tokens].sum(0)
 
 
 def gathers(num_ranks: int, top_k: int, mode: CombineMode) -> bool:
@@ -153,11 +149,11 @@ def plan_gathered(
     num_local = shares[group.rank()]
     numbers_TK = experts_TK.to(torch.int32) + 1  # 0: padding
     sent = torch.cat([numbers_TK, weights_TK.to(torch.float32).view(torch.int32)], 1)
-    receive = _all_gather(_padded(sent, most_tokens), group)
+    receive_choices = _all_gather(_padded(sent, most_tokens), group)
     receive_x = _all_gather(_padded(x_TH, most_tokens), group)
-    received = receive()
-    weights_NK = received[:, top_k:].view(torch.float32).contiguous()
-    order, rows_NK = own_rows(received[:, :top_k].long() - 1, sum(shares[: group.rank()]), num_local)
+    choices_N2K = receive_choices()
+    weights_NK = choices_N2K[:, top_k:].view(torch.float32).contiguous()
+    order, rows_NK = own_rows(choices_N2K[:, :top_k].long() - 1, sum(shares[: group.rank()]), num_local)
     counts_E, ends_E = order.counts_E[:-1], order.ends_E[:-1]
     choices, tokens, num_rows = order.choice_of_row_S, order.token_of_row_S, rows_NK.numel()
     if num_rows * x_TH.shape[1] * x_TH.element_size() > BOUND_BYTES:
@@ -187,20 +183,10 @@ def _padded(rows: Tensor, num_rows: int) -> Tensor:
 
 def _all_gather(rows: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     out = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    work = dist.all_gather_into_tensor(out, rows, group=group, async_op=True)
-    assert work is not None
-
-    def wait() -> Tensor:
-        work.wait()
-        return out
-
-    return wait
+    return received(out, dist.all_gather_into_tensor(out, rows, group=group, async_op=True))
 
 
 def _all_to_all(
     out: Tensor, rows: Tensor, group: dist.ProcessGroup, splits: list[int] | None = None
-) -> Callable[[], object]:
-    """Start it. Returns a function that waits for it."""
-    work = dist.all_to_all_single(out, rows, splits, splits, group=group, async_op=True)
-    assert work is not None
-    return work.wait
+) -> Callable[[], Tensor]:
+    return received(out, dist.all_to_all_single(out, rows, splits, splits, group=group, async_op=True))

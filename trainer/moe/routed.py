@@ -50,7 +50,7 @@ COPIED_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class ExpertCall:
-    """Arguments of one call of `routed_experts` that get no gradients."""
+    """Arguments of RoutedExperts that get no gradients."""
 
     activation: ExpertActivation
     scale: float
@@ -75,36 +75,9 @@ class ExpertCall:
         return gate_up.to(dtype), down.to(dtype)
 
 
-def routed_experts(
-    x_TH: Tensor,
-    weights_TK: Tensor,
-    base: tuple[Tensor | None, ...],
-    adapters: tuple[Tensor | None, ...],
-    plan: Dispatch | Gathered,
-    call: ExpertCall,
-    x_again: Callable[[], Tensor] | None = None,
-    keep_gate_up: Callable[[Tensor], object] | None = None,
-    receive_x: Callable[[], tuple[Tensor, Tensor]] | None = None,
-) -> Tensor:
-    """Send every token through its experts. Returns out_TH in x's dtype.
+class RoutedExperts(torch.autograd.Function):
+    """Tokens through their experts; the arguments are those of Experts.forward. Returns out_TH in x's dtype."""
 
-    Args:
-        x_TH: tokens, in the compute dtype.
-        weights_TK: routing weights, compute dtype or float32.
-        base: gate_up (E, 2I, H), down (E, H, I), gate_up_bias (E, 2I), down_bias (E, H); weights None when packed,
-            biases None if the family has none.
-        adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None: no adapters.
-        plan: the tokens' way to the experts.
-        call: what gets no gradients.
-        x_again: computes x_TH in the backward pass, and GU (2I numbers per row) is computed from it; None: both are
-            saved.
-        keep_gate_up: called with GU, which is saved then even if x is computed again.
-        receive_x: what plan.sending(x_TH) returned; None: it was not called.
-    """
-    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again, keep_gate_up, receive_x)
-
-
-class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -143,10 +143,10 @@ class Router(nn.Module):
         return choice_TGM.masked_fill(~allowed_TG[..., None], -torch.inf).flatten(1)
 
 
-def unit_rows(x_TH: Tensor, eps: float) -> Tensor:
-    """Every row divided by its root mean square; rounded once."""
-    wide = x_TH.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x_TH.dtype)
+def unit_rows(x: Tensor, eps: float) -> Tensor:
+    """Every row divided by its root mean square, without a weight; rounded once."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:

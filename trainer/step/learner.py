@@ -23,18 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Learner:
-    def __init__(
-        self,
-        decoder: Decoder,
-        config: OptimConfig,
-        num_steps: int,
-        updates_per_step: int,
-        *,
-        rank: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, decoder: Decoder, config: OptimConfig, num_steps: int, updates_per_step: int) -> None:
         self.policy_version = 0
-        self._rank, self._device = rank, device
+        self._rank, self._device = decoder.layout.rank, decoder.layout.device
         self._local_loss = 0.0
         self._is_changed = False
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
@@ -42,7 +33,7 @@ class Learner:
         group = dist.group.WORLD if decoder.layout.world_size > 1 else None
         self._updates_per_step = updates_per_step
         num_updates = num_steps * updates_per_step
-        self._optimizer = ShardedAdamW(self.shards, config, num_updates, group=group, device=device)
+        self._optimizer = ShardedAdamW(self.shards, config, num_updates, group=group, device=self._device)
 
     @property
     def progress(self) -> dict[str, int]:

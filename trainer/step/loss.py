@@ -132,7 +132,9 @@ def policy_loss(
     if algorithm.entropy_coef != 0:
         loss = loss - algorithm.entropy_coef * (entropy_N * share_N).sum()
 
-    mismatch = measure_mismatch(log_ratio_N, first_N, tokens.rollout_logprobs_N, tokens.staleness_N, tokens.positions_N)
+    mismatch_sums, maxima, vectors = measure_mismatch(
+        log_ratio_N, first_N, tokens.rollout_logprobs_N, tokens.staleness_N, tokens.positions_N
+    )
     sums = {
         "loss/total_sum": loss,
         "loss/policy_sum": policy,
@@ -143,13 +145,13 @@ def policy_loss(
         "policy/num_clipped_high": losses.is_clipped_high_N,
         "kl/ref_k3_sum": ref_k3_N,
         **correction_sums(weights, tokens.sequence_lengths_N, tokens.sequence_index_N),
-        **mismatch.sums,
+        **mismatch_sums,
     }
     return PolicyLoss(
         loss,
         {name: value.detach().double().sum() for name, value in sums.items()},
-        {name: torch.cat([value, value.new_zeros(1)]).max() for name, value in mismatch.maxima.items()},
-        mismatch.vectors,
+        {name: torch.cat([value, value.new_zeros(1)]).max() for name, value in maxima.items()},
+        vectors,
     )
 
 

@@ -25,19 +25,12 @@ ATTENTION_EQUAL_TOKENS = 16384
 GFLOP per token in attention at 4096 tokens make it 15.6 k for Qwen3-30B-A3B. Only the balance depends on it."""
 
 
-def sample_cost(num_tokens: int, attention_equal_tokens: int = ATTENTION_EQUAL_TOKENS) -> float:
+def sample_cost(num_tokens: int) -> float:
     """Relative time of one sample: its tokens, plus the attention term that grows with their square."""
-    return num_tokens + num_tokens * num_tokens / attention_equal_tokens
+    return num_tokens + num_tokens * num_tokens / ATTENTION_EQUAL_TOKENS
 
 
-def pack(
-    lengths: Sequence[int],
-    num_ranks: int,
-    max_tokens: int,
-    attention_equal_tokens: int = ATTENTION_EQUAL_TOKENS,
-    *,
-    cp_size: int = 1,
-) -> list[list[list[int]]]:
+def pack(lengths: Sequence[int], num_ranks: int, max_tokens: int, *, cp_size: int = 1) -> list[list[list[int]]]:
     """Assign samples to microbatches and microbatches to ranks.
 
     First-fit-decreasing gives the number of microbatches, rounded up to a multiple of `num_ranks`; samples are then
@@ -47,7 +40,6 @@ def pack(
     Args:
         lengths: tokens of each sample, each >= 1.
         max_tokens: bound on a rank's tokens of one microbatch; a longer sample gets a microbatch of its own.
-        attention_equal_tokens: see ATTENTION_EQUAL_TOKENS.
         cp_size: so many neighbouring ranks share the tokens of a microbatch; it divides num_ranks.
 
     Returns:
@@ -57,7 +49,7 @@ def pack(
         ValueError: a length, `num_ranks` or `max_tokens` below 1.
     """
     if cp_size > 1:
-        groups = pack(lengths, num_ranks // cp_size, max_tokens * cp_size, attention_equal_tokens)
+        groups = pack(lengths, num_ranks // cp_size, max_tokens * cp_size)
         return [microbatches for microbatches in groups for _ in range(cp_size)]
     if num_ranks < 1 or max_tokens < 1:
         raise ValueError(f"pack needs num_ranks >= 1 and max_tokens >= 1, got {num_ranks} and {max_tokens}")
@@ -67,7 +59,7 @@ def pack(
     if not lengths:
         return [[] for _ in range(num_ranks)]
 
-    costs = [sample_cost(length, attention_equal_tokens) for length in lengths]
+    costs = [sample_cost(length) for length in lengths]
     fewest = _first_fit(lengths, max_tokens)
     num_bins = -(-len(fewest) // num_ranks) * num_ranks
     bins = _lightest_fit(lengths, costs, max_tokens, num_bins)

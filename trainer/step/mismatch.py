@@ -13,8 +13,6 @@ With d = log pi - log mu of a sampled token, pi the trainer's policy and mu the 
 Shapes: N counted tokens.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -28,16 +26,6 @@ from slipstream.trainer.step.mismatch_bins import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """One microbatch's figures: values per token, to be added up or to have their maximum taken, and vectors of sums
-    over its tokens, all float64."""
-
-    sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
-    vectors: dict[str, Tensor]
-
-
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(x) - x - 1 >= 0, x = log p - log q: estimates KL(q || p) from samples of q (Schulman 2020)."""
     return torch.expm1(log_ratio) - log_ratio
@@ -49,8 +37,8 @@ def measure_mismatch(
     rollout_logprobs_N: Tensor,
     staleness_N: Tensor,
     positions_N: Tensor,
-) -> Mismatch:
-    """The figures of the module's docstring.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The figures of the module's docstring, all float64.
 
     Args:
         log_ratio_N: log pi - log mu, bounded; no gradient flows through it.
@@ -58,6 +46,9 @@ def measure_mismatch(
         rollout_logprobs_N: log mu.
         staleness_N: int64; steps.
         positions_N: int64; position in the response, from 0.
+
+    Returns:
+        Values per token, to be added up; values per token, to have their maximum taken; vectors of sums over tokens.
     """
     exact_N = log_ratio_N.double()  # k3 of a tiny log-ratio is its square, which float32 noise would bury
     k3_N, abs_log_ratio_N = k3(exact_N), exact_N.abs()
@@ -83,7 +74,7 @@ def measure_mismatch(
         "parity/k3_by_position": _added(ranges_N, k3_N * is_fresh_N, len(POSITION_STARTS)),
         "parity/num_tokens_by_position": _added(ranges_N, is_fresh_N, len(POSITION_STARTS)),
     }
-    return Mismatch(sums, maxima, vectors)
+    return sums, maxima, vectors
 
 
 def _added(index_N: Tensor, values_N: Tensor, size: int) -> Tensor:

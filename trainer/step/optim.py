@@ -1,14 +1,13 @@
 """AdamW on this rank's shards: the schedule, the global gradient norm, clipping, and the refusal of non-finite steps.
 
 Owns the decision whether a step happens, and how large it is. Does not own the moments (adamw.py), the policy version
-(learner.py) nor where shards lie (parallel.py): it sees plain local tensors, and for each the number of ranks that hold
-the same values.
+(learner.py) nor where shards lie (parallel.py): it sees plain local tensors, of which no two ranks hold the same part.
 
 Invariants: all ranks take the same decision, because it depends only on one all-reduced pair of numbers. The norm
 counts each element of the model once, in any layout of dense parameters and experts. If the norm or a loss is not
 finite, nothing changes: not the parameters, the moments or the schedule.
 
-    gradients (summed over ranks) -> sum of squares / copies -> ONE all-reduce -> norm -> clip -> AdamW on local shards
+    gradients (summed over ranks) -> sum of squares -> ONE all-reduce -> norm -> clip -> AdamW on local shards
 """
 
 import math
@@ -40,15 +39,11 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 
 @dataclass(slots=True)
 class TrainableShard:
-    """This rank's part of one trainable parameter.
-
-    `values` aliases the parameter's storage (a plain float32 or bfloat16 tensor, may be empty); `num_copies` ranks hold
-    these same values.
-    """
+    """This rank's part of one trainable parameter, which no other rank holds."""
 
     name: str
     values: Tensor
-    num_copies: int = 1
+    """Aliases the parameter's storage; plain float32 or bfloat16, may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +93,7 @@ class ShardedAdamW:
             torch.zeros_like(shard.values) if grad is None else grad.to(shard.values.dtype)
             for shard, grad in zip(self._shards, gradients, strict=True)
         ]
-        grad_norm, is_finite = self._global_norm(full, local_loss)
+        grad_norm, is_finite = self._global_norm([grad for grad in full if grad.numel()], local_loss)
         lr = learning_rate(self._config, self.place, self._length)
         if not is_finite:
             return StepResult(grad_norm, lr, is_finite=False)
@@ -113,12 +108,10 @@ class ShardedAdamW:
 
     def _global_norm(self, gradients: list[Tensor], local_loss: float) -> tuple[float, bool]:
         """Norm over the whole model, and whether it and every rank's loss are finite. One all-reduce, two float64s."""
-        held = [(grad, shard.num_copies) for grad, shard in zip(gradients, self._shards, strict=True) if grad.numel()]
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if held:
-            norms = torch.stack(torch._foreach_norm([grad for grad, _ in held], dtype=torch.float32)).double()
-            copies = torch.tensor([num_copies for _, num_copies in held], dtype=torch.float64, device=self._device)
-            total[0] = (norms * norms / copies).sum()
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double()
+            total[0] = (norms * norms).sum()
         total[1] = float(not math.isfinite(local_loss))
         if self._group is not None:
             dist.all_reduce(total, group=self._group)

@@ -46,7 +46,6 @@ class PolicyForward:
     """trainer.logprob_chunk_tokens."""
     mask_log_ratio: float
     """parity.mask_log_ratio."""
-    device: torch.device
     graphs: DecoderGraphs | None = None
     """Runs the decoder where gradients are wanted; None: it runs itself."""
 
@@ -150,4 +149,4 @@ class PolicyForward:
         return whole if cut is None else whole.index_select(0, cut.rows_R)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return on_device(torch.from_numpy(array), self.device)
+        return on_device(torch.from_numpy(array), self.decoder.layout.device)

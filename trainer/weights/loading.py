@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,7 +27,7 @@ from slipstream.trainer.lora import Adapted
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import local_part
 from slipstream.trainer.weights.block_scales import dequantized
-from slipstream.trainer.weights.packed_experts import forget_unpacked, packed_tensors
+from slipstream.trainer.weights.packed_experts import packed_tensors
 from slipstream.trainer.weights.quantization import SCALE_SUFFIX
 from slipstream.trainer.weights.shards import local_shards
 from slipstream.weight_sync.disk.language_model import language_model_tensors
@@ -154,7 +153,6 @@ class RandomReader:
         if start_with is Start.int4_shape:
             rows, columns = self._parameters[tensor.removesuffix("shape") + "packed"].shape
             return torch.tensor([rows, columns * WEIGHTS_A_WORD])
-        draw = self._draw(start_with)
         num_rows, *row_shape = self._parameters[tensor].shape
         block_rows = max(1, self._block_elements // math.prod(row_shape))
         first, stop = region.start[0], region.stop[0]
@@ -162,39 +160,27 @@ class RandomReader:
         for start in range(first - first % block_rows, stop, block_rows):
             generator = named_generator(self._seed, f"{tensor}/{start // block_rows}", self._device)
             shape = (min(block_rows, num_rows - start), *row_shape)
-            blocks.append(draw(shape, generator)[max(first - start, 0) : stop - start])
+            blocks.append(self._draw(start_with, shape, generator)[max(first - start, 0) : stop - start])
         columns = tuple(slice(a, b) for a, b in zip(region.start[1:], region.stop[1:], strict=True))
         rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         return rows[(slice(None), *columns)]
 
-    def _draw(self, start: Start) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
-        """How a block of a tensor is drawn."""
+    def _draw(self, start: Start, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """A block of a tensor."""
         device, std = self._device, self._std
-        exponent = E8M0_BIAS + round(math.log2(std / E2M1_RMS)) if std > 0 else 0
-
-        def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return torch.normal(0.0, std, shape, generator=generator, device=device)
-
-        def codes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
-
-        def words(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return codes((*shape[:-1], shape[-1] * 4), generator).view(torch.int32)
-
-        def scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            spread = torch.rand(shape, generator=generator, device=device).add_(0.5)
-            return spread.mul_(std / INT4_RMS).to(torch.bfloat16)
-
-        def exponents(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return torch.randint(max(exponent - 1, 0), exponent + 1, shape, generator=generator, device=device).byte()
-
-        return {
-            Start.normal: normal,
-            Start.int4_words: words,
-            Start.int4_scales: scales,
-            Start.mxfp4_blocks: codes,
-            Start.mxfp4_scales: exponents,
-        }[start]
+        match start:
+            case Start.int4_words:
+                return self._draw(Start.mxfp4_blocks, (*shape[:-1], shape[-1] * 4), generator).view(torch.int32)
+            case Start.int4_scales:
+                spread = torch.rand(shape, generator=generator, device=device).add_(0.5)
+                return spread.mul_(std / INT4_RMS).to(torch.bfloat16)
+            case Start.mxfp4_blocks:
+                return torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
+            case Start.mxfp4_scales:
+                high = E8M0_BIAS + round(math.log2(std / E2M1_RMS)) + 1 if std > 0 else 1
+                return torch.randint(max(high - 2, 0), high, shape, generator=generator, device=device).byte()
+            case _:
+                return torch.normal(0.0, std, shape, generator=generator, device=device)
 
 
 def open_reader(model: ModelConfig, spec: ModelSpec, *, seed: int, device: torch.device | str) -> TensorReader:
@@ -207,7 +193,7 @@ def open_reader(model: ModelConfig, spec: ModelSpec, *, seed: int, device: torch
 
 @torch.no_grad()
 def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadReport:
-    """Fill every local base parameter, then start the adapters. No communication.
+    """Fill every local base parameter, then start the adapters, before the decoder is used. No communication.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -216,7 +202,6 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
     for packed in packed_tensors(decoder):
         packed.fill(reader.read(packed.tensor, packed.region))
         num_tensors, num_packed_bytes = num_tensors + 1, num_packed_bytes + packed.num_bytes
-    forget_unpacked(decoder)
     for held in local_shards(decoder):
         values = reader.read(held.tensor, held.region)
         if values.dtype not in FLOAT_DTYPES:

@@ -81,14 +81,6 @@ def is_packed(decoder: Decoder) -> bool:
     return any(isinstance(module, Experts) and module.packed is not None for module in decoder.modules())
 
 
-def forget_unpacked(decoder: Decoder) -> None:
-    """Drop weights that were unpacked from packed bits. Call it after the bits changed."""
-    for module in decoder.modules():
-        if isinstance(module, Experts) and module.packed is not None:
-            module.packed.forget()
-            return  # all layers share their buffers
-
-
 def _one_by_one(name: str, bank: Experts) -> Iterator[PackedTensor]:
     assert bank.packed is not None
     width = bank.intermediate_size

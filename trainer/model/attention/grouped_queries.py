@@ -15,8 +15,9 @@ from slipstream.conf.schema import Rounding
 from slipstream.trainer.model.attention.attend import choose_attention_backend
 from slipstream.trainer.model.attention.part import Attention
 from slipstream.trainer.model.build import Build
-from slipstream.trainer.model.norm import RMSNorm, unit_heads
+from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.operations import Operation
+from slipstream.trainer.moe.router import unit_rows
 
 TURNED = ("q_rotary", "k_rotary")
 
@@ -82,8 +83,10 @@ class GroupedQueryAttention(Attention):
                 is_view=True,
             )
         if self.own.norms_values:
-            values, v, head_dim = v, f"{prefix}v_norm", self.heads[2][1]
-            yield Operation(v, (values,), (v,), lambda at, x: (unit_heads(x, head_dim, self.eps),))
+            values, v = v, f"{prefix}v_norm"
+            yield Operation(
+                v, (values,), (v,), lambda at, x: (unit_rows(x.unflatten(1, self.heads[2]), self.eps).flatten(1),)
+            )
         yield Operation(f"{prefix}rotary_emb", (q, k), (*turned,), lambda at, q, k: at.by.rotate(self, q, k, at))
         yield Operation(out, (*turned, v), (out,), lambda at, q, k, v: (at.by.attend(self, q, k, v, at),))
         if self.own.gated:

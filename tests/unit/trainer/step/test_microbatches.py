@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.trainer.step.microbatches import Extent, Microbatch, collate, extent_of, pack, sample_cost
+from slipstream.trainer.step.microbatches import (
+    ATTENTION_EQUAL_TOKENS,
+    Extent,
+    Microbatch,
+    collate,
+    extent_of,
+    pack,
+    sample_cost,
+)
 from slipstream.trainer.types import Sample
 
 lengths_strategy = st.lists(st.integers(1, 400), max_size=60)
@@ -59,10 +67,9 @@ def test_ranks_differ_by_at_most_one_sample_when_nothing_is_bounded(lengths, num
 
 
 def test_cost_of_attention_counts_in_the_balance():
-    """Costs at attention_equal_tokens=100: a 200-token sample is 200 + 400 = 600, a 100-token one is 200, so 1
-    weighs as 3.
-    """
-    ranks = pack([200, 100, 100, 100], num_ranks=2, max_tokens=1000, attention_equal_tokens=100)
+    """With E = ATTENTION_EQUAL_TOKENS a sample of 2 E tokens costs 2 E + 4 E, one of E tokens 2 E, so 1 weighs as 3."""
+    E = ATTENTION_EQUAL_TOKENS
+    ranks = pack([2 * E, E, E, E], num_ranks=2, max_tokens=10 * E)
     assert sorted(len(microbatches[0]) for microbatches in ranks) == [1, 3]
 
 
@@ -166,20 +173,19 @@ def test_a_sample_of_the_version_that_is_trained_is_fresh_and_one_of_a_later_ver
 
 
 def test_the_costs_of_attention_and_of_everything_else_are_equal_at_the_given_length():
-    assert sample_cost(100, 100) == 200 and sample_cost(50, 100) == 75
-    assert sample_cost(16384) == 2 * 16384
+    assert sample_cost(16384) == 2 * 16384 and sample_cost(8192) == 1.5 * 8192
 
 
 def test_the_heaviest_bins_meet_and_the_least_loaded_rank_gets_the_heaviest():
     """Four bins of 8, 7, 6 and 5 tokens for two ranks: 8 beside 7, then 6 to the rank of 7; loads of 13 and 13."""
-    ranks = pack([5, 6, 7, 8], num_ranks=2, max_tokens=8, attention_equal_tokens=10**9)
+    ranks = pack([5, 6, 7, 8], num_ranks=2, max_tokens=8)
     assert ranks == [[[3], [0]], [[2], [1]]]
     # 20 | 14, then 13 | 14: 33 beside 28, so the rank of 28 gets 12, though its last one was the heavier
-    ranks = pack([20, 14, 14, 13, 12, 11], num_ranks=2, max_tokens=20, attention_equal_tokens=10**9)
+    ranks = pack([20, 14, 14, 13, 12, 11], num_ranks=2, max_tokens=20)
     assert ranks == [[[0], [3], [5]], [[1], [2], [4]]]
-    ranks = pack([1, 1, 2], num_ranks=2, max_tokens=8, attention_equal_tokens=10**9)
+    ranks = pack([1, 1, 2], num_ranks=2, max_tokens=8)
     assert ranks == [[[2]], [[0, 1]]], "the longest sample goes first"
-    shared = pack([200, 100, 100, 100, 100], num_ranks=4, max_tokens=200, attention_equal_tokens=90, cp_size=2)
+    shared = pack([36000, 18000, 18000, 18000, 18000], num_ranks=4, max_tokens=36000, cp_size=2)
     assert shared == [[[1, 2, 3, 4]]] * 2 + [[[0]]] * 2, "two ranks share a microbatch, of twice the tokens"
 
 

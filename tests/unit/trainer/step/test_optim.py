@@ -15,8 +15,8 @@ from slipstream.trainer.step.optim import ShardedAdamW, TrainableShard, learning
 CPU = torch.device("cpu")
 
 
-def make(config: OptimConfig, *values: torch.Tensor, copies: int = 1) -> ShardedAdamW:
-    shards = [TrainableShard(f"p{index}", value, copies) for index, value in enumerate(values)]
+def make(config: OptimConfig, *values: torch.Tensor) -> ShardedAdamW:
+    shards = [TrainableShard(f"p{index}", value) for index, value in enumerate(values)]
     return ShardedAdamW(shards, config, num_updates=10, group=None, device=CPU)
 
 
@@ -54,14 +54,6 @@ def test_clipping_scales_to_the_bound_and_only_above_it():
         optimizer = make(OptimConfig(lr=0.1, max_grad_norm=bound), values)
         optimizer.step([torch.tensor([3.0, 4.0])], 0.0)
         assert optimizer.state_tensors()["p0.exp_avg"].tolist() == pytest.approx([0.3 * scale, 0.4 * scale])
-
-
-def test_copies_count_once_in_the_norm():
-    """Two parameters with norm 3 and 4; a second copy of the same values elsewhere halves this rank's share:
-    sqrt(25 / 2).
-    """
-    optimizer = make(OptimConfig(), torch.zeros(1), torch.zeros(1), copies=2)
-    assert optimizer.step([torch.tensor([3.0]), torch.tensor([4.0])], 0.0).grad_norm == pytest.approx(math.sqrt(12.5))
 
 
 @pytest.mark.parametrize("bad", ["gradient_nan", "gradient_inf", "loss_nan", "loss_inf"])
@@ -207,12 +199,12 @@ def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
 
 
 def test_gradients_of_another_dtype_and_empty_shards_between_others_count_in_their_own_place():
-    """Norm sqrt(9 + 16 / 2): a shard that is empty here has two copies elsewhere, which take no part in it."""
+    """Norm sqrt(9 + 16)."""
     values = [torch.zeros(1), torch.zeros(0), torch.zeros(1)]
-    shards = [TrainableShard("a", values[0]), TrainableShard("b", values[1], 5), TrainableShard("c", values[2], 2)]
+    shards = [TrainableShard(name, value) for name, value in zip("abc", values, strict=True)]
     optimizer = ShardedAdamW(shards, OptimConfig(lr=0.1, max_grad_norm=0.0), num_updates=10, group=None, device=CPU)
     gradients = [torch.tensor([3.0], dtype=torch.bfloat16), torch.zeros(0), torch.tensor([-4.0])]
-    assert optimizer.step(gradients, 0.0).grad_norm == pytest.approx(math.sqrt(9 + 16 / 2))
+    assert optimizer.step(gradients, 0.0).grad_norm == pytest.approx(5.0)
     assert [value.tolist() for value in values] == [[pytest.approx(-0.1)], [], [pytest.approx(0.1)]]
     assert sorted(optimizer.state_tensors()) == ["a.exp_avg", "a.exp_avg_sq", "c.exp_avg", "c.exp_avg_sq"]
 

@@ -60,7 +60,7 @@ def forward_of(played: Played, seen: list[Any], *, has_reference: bool, **algori
     options: Any = AlgorithmConfig(**algorithm)
     decoder: Any = played
     return PolicyForward(
-        decoder, decoder if has_reference else None, loss_of, options, 1.0, 8, 2.5, torch.device("cpu"),
+        decoder, decoder if has_reference else None, loss_of, options, 1.0, 8, 2.5,
     )  # fmt: skip
 
 
