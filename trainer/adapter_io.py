@@ -106,7 +106,6 @@ def gather_adapter(decoder: Decoder, base: str | None, to_host: Callable[[Tensor
 
     Args:
         base: The base checkpoint's path, for whoever loads the adapter; None: none is named.
-        to_host: Copies a tensor.
 
     Raises:
         CheckpointError: the decoder has no adapters.

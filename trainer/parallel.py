@@ -13,7 +13,7 @@ own which module is sharded over which mesh (model/shard_decoder.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,21 +83,10 @@ class ParallelLayout:
     def create(
         cls, world_size: int, ep_size: int, rank: int, device: torch.device | str, cp_size: int = 1
     ) -> ParallelLayout:
-        """Build the meshes. Collective when world_size > 1, once torch.distributed is initialized.
-
-        Raises:
-            LayoutError: torch.distributed is missing, or has another world size or rank.
-        """
+        """Build the meshes. Collective when world_size > 1, once torch.distributed is initialized."""
         device = torch.device(device)
-        for name, size in (("ep_size", ep_size), ("cp_size", cp_size)):
-            if world_size % size:
-                raise LayoutError(f"rank {rank}: {name}={size} does not divide world_size={world_size}")
         if world_size == 1:
             return cls.single(device)
-        if not dist.is_initialized() or dist.get_world_size() != world_size or dist.get_rank() != rank:
-            raise LayoutError(
-                f"rank {rank}: initialize torch.distributed as rank {rank} of {world_size} before the layout is made"
-            )
         dense = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dense",))
         expert_mesh, ep_group = dense, dist.group.WORLD
         if 1 < ep_size < world_size:  # otherwise one of the two groups is all ranks and the other is one rank
@@ -169,9 +158,28 @@ def sharded_rows(name: str, tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def local_address(tensor: Tensor) -> int:
-    """Address of this rank's rows of a parameter. Must be cheap: every publish asks for every adapter's."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+def where_they_lie(
+    parameters: Iterable[Tensor], prepare: Callable[[], Sequence[Callable[[], object]]]
+) -> Callable[[], None]:
+    """A function that calls what `prepare` returned for the place where this rank's rows of these parameters lie.
+
+    FSDP2 may move a shard's storage: `prepare` is called then, and at the first call. Every publish asks for every
+    adapter's address, which must be cheap.
+    """
+    each = list({id(parameter): parameter for parameter in parameters}.values())
+    prepared: Sequence[Callable[[], object]] = ()
+    places: list[int] | None = None
+
+    @torch.no_grad()
+    def run() -> None:
+        nonlocal prepared, places
+        found = [(one._local_tensor if isinstance(one, DTensor) else one).data_ptr() for one in each]
+        if found != places:
+            prepared, places = prepare(), found
+        for one in prepared:
+            one()
+
+    return run
 
 
 def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:

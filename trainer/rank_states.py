@@ -63,7 +63,6 @@ class RankStates:
         may follow at once; has_written() says when the files are there.
 
         Args:
-            folder: Where.
             adapter: Where rank 0 begins to write the adapter in PEFT's format, too.
         """
         learner = self._learner
@@ -82,14 +81,8 @@ class RankStates:
         """Whether begin_checkpoint() has written this rank's files. Raises why one could not be written, once."""
         return self._writes.are_done()
 
-    def save_state(self, folder: str | Path) -> None:
-        """begin_checkpoint(), and wait until all ranks' files are there."""
-        self.begin_checkpoint(folder)
-        self._writes.finish()
-        self._control.agree("policy version", self._learner.policy_version)
-
     def load_state(self, folder: str | Path) -> None:
-        """Continue exactly where `save_state` stopped. If any rank's state does not fit, no rank changes anything.
+        """Continue exactly from what begin_checkpoint() wrote. If any rank's state does not fit, no rank changes any.
 
         Raises:
             CheckpointError: this rank's files are missing, or of another layout.

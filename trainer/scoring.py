@@ -51,10 +51,8 @@ class Packed:
     @property
     def targets(self) -> tuple[Tensor, Tensor]:
         """(rows that predict a token of their own sequence, those tokens)."""
-        is_last = torch.zeros(self.token_ids_T.shape[0], dtype=torch.bool)
-        is_last[self.cu_seqlens[1:] - 1] = True
-        rows = (~is_last).nonzero()[:, 0].to(self.token_ids_T.device)
-        return rows, self.token_ids_T[rows + 1]
+        targets = self.positions_T.nonzero()[:, 0]
+        return targets - 1, self.token_ids_T[targets]
 
 
 class Scorer:
@@ -62,7 +60,6 @@ class Scorer:
 
     Args:
         model, trainer: Sections of the options. Adapters start from trainer.lora.init_from, else they add nothing.
-        hf_config: The policy's Hugging Face config.
         seed: Of random weights.
         rounding_seed: See `build_decoder`; for save().
         device: "cpu" or "cuda".
@@ -97,7 +94,6 @@ class Scorer:
         """Per sequence, of every token but the first: its log-probability at temperature 1, and the entropy (nats).
 
         Args:
-            sequences: Token ids.
             routes: Of each sequence, experts [tokens - 1, layers with experts, K] to use instead of the router's
                 choice, and whether each position has some.
         """

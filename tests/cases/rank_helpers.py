@@ -4,6 +4,7 @@ of this folder.
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,13 @@ MOE_CONFIG = {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
+
+
+def save_state(rank: TrainerRank, folder: Path) -> None:
+    """Begin a checkpoint, and wait until this rank's files are there."""
+    rank.states.begin_checkpoint(folder)
+    while not rank.states.has_written():
+        time.sleep(0.01)
 
 
 class _OfFewTokens(TrainerConfig):

@@ -58,11 +58,7 @@ class Readiness(Enum):
 
 
 class Keeper:
-    """See the module's docstring.
-
-    Args:
-        host: Address to listen on.
-    """
+    """See the module's docstring."""
 
     def __init__(self, host: str, key: bytes) -> None:
         self._key = key

@@ -115,7 +115,6 @@ def read_rank_state(folder: Path, rank: int, layout: JsonObject, shapes: dict[st
     """Read one rank's state back: (tensors on the CPU, progress).
 
     Args:
-        folder: where `write_rank_state` wrote.
         layout: this run's facts, compared key by key.
         shapes: the tensors that this run needs, and their shapes.
 

@@ -23,7 +23,6 @@ def load_trained(decoder: Decoder, folder: Path, num_ranks: int, ep_size: int) -
 
     Args:
         decoder: In full training, of one rank.
-        folder: The ranks' files.
         num_ranks, ep_size: Of the run that wrote them.
 
     Raises:

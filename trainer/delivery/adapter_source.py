@@ -19,7 +19,7 @@ Shapes: R rows, K columns in the slot, N blocks of a run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,11 @@ from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.parallel import local_address, local_part
+from slipstream.trainer.parallel import local_part, where_they_lie
 from slipstream.trainer.weights.adapter_names import adapter_tensors, factor_names
-from slipstream.trainer.weights.shards import local_rows
+from slipstream.trainer.weights.row_runs import Rows, local_rows
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
-from slipstream.weight_sync.pipeline.packing import CompiledReads, FillSlot, PackedRead, view_as
+from slipstream.weight_sync.pipeline.packing import CompiledReads, PackedRead, view_as
 
 _EXPERT_PARTS = (("gate_proj", "gate_up", 0), ("up_proj", "gate_up", 1), ("down_proj", "down", 0))
 """Checkpoint name, stack of trainer/moe/experts.py, and which part of the stack's rows of B it is."""
@@ -62,8 +62,7 @@ class HeldFactor:
         return FactorRun(
             self.parameter,
             self.scale,
-            self.first_row + start,
-            max(0, stop - start),
+            Rows(self.first_row + start, max(0, stop - start)),
             slice(region.start[1], max(region.start[1], min(region.stop[1], self.num_columns))),
             region.shape,
         )
@@ -75,43 +74,36 @@ class FactorRun:
 
     parameter: nn.Parameter
     scale: float
-    first_row: int
-    num_rows: int
+    rows: Rows
+    """A band for each block."""
     columns: slice
     shape: tuple[int, ...]
-    num_blocks: int = 1
-    step: int = 0
-    """Rows from one block to the next; 0 while there is one."""
 
     def take(self, following: FactorRun) -> bool:
         """Take `following` into this run if it is the next block. Returns whether it was."""
-        step = following.first_row - self.first_row - (self.num_blocks - 1) * self.step
+        rows = self.rows
+        pitch = following.rows.start - rows.start - (rows.num_bands - 1) * rows.pitch
         is_next = (
             self.parameter is following.parameter
-            and (self.scale, self.num_rows, self.columns, self.shape)
-            == (following.scale, following.num_rows, following.columns, following.shape)
-            and step > 0
-            and self.step in (0, step)
+            and (self.scale, rows.height, self.columns, self.shape)
+            == (following.scale, following.rows.height, following.columns, following.shape)
+            and pitch > 0
+            and rows.pitch in (0, pitch)
         )
         if is_next:
-            self.num_blocks, self.step = self.num_blocks + 1, step
+            self.rows = replace(rows, num_bands=rows.num_bands + 1, pitch=pitch)
         return is_next
 
     def held(self) -> Tensor:
-        """A live view of the blocks in the parameter, (num_blocks, rows, columns), without padding."""
-        rows = local_rows(self.parameter)
-        return rows.as_strided(
-            (self.num_blocks, self.num_rows, self.columns.stop - self.columns.start),
-            ((self.step or self.num_rows) * rows.stride(0), rows.stride(0), rows.stride(1)),
-            rows.storage_offset() + self.first_row * rows.stride(0) + self.columns.start * rows.stride(1),
-        )
+        """A live view of the blocks in the parameter, (blocks, rows, columns), without padding."""
+        return self.rows.of(local_rows(self.parameter))[..., self.columns]
 
 
 class FactorCopies:
     """Runs and where they go, as lists of views: one Python call per run would take longer than the copy itself.
 
     Args:
-        pairs: Runs, each with its target, (num_blocks, *shape) with any strides.
+        pairs: Runs, each with its target, (blocks, *shape) with any strides.
     """
 
     def __init__(self, pairs: Iterable[tuple[FactorRun, Tensor]]) -> None:
@@ -184,28 +176,17 @@ class AdapterSource:
         """Join reads that lie at equal distances in a parameter and follow each other in the slot; see
         weight_sync/pipeline/packing.py."""
         runs = self.joined(reads)
-        parameters = list({id(run.parameter): run.parameter for run, _ in runs}.values())
 
-        def filling(slot: Tensor) -> FillSlot:
-            copies = FactorCopies(())
-            places: list[int] | None = None
+        def copies_into(slot: Tensor) -> FactorCopies:
+            return FactorCopies(
+                (run, view_as(slot, read.offset_bytes, read.dtype, (run.rows.num_bands, *run.shape)))
+                if read.is_row_major
+                else (run, read.view(slot)[None])
+                for run, read in runs
+            )
 
-            def fill() -> None:
-                nonlocal copies, places
-                held_at = [local_address(parameter) for parameter in parameters]
-                if held_at != places:  # FSDP2 may move a shard's storage
-                    places = held_at
-                    copies = FactorCopies(
-                        (run, view_as(slot, read.offset_bytes, read.dtype, (run.num_blocks, *run.shape)))
-                        if read.is_row_major
-                        else (run, read.view(slot)[None])
-                        for run, read in runs
-                    )
-                copies.run()
-
-            return fill
-
-        return filling
+        parameters = [run.parameter for run, _ in runs]
+        return lambda slot: where_they_lie(parameters, lambda: [copies_into(slot).run])
 
     def joined(self, reads: Sequence[PackedRead]) -> list[tuple[FactorRun, PackedRead]]:
         """The reads as runs, each with the first of its reads."""

@@ -43,8 +43,6 @@ class Delivery:
     """See the module's docstring.
 
     Args:
-        decoder: Loaded and sharded.
-        control: The group of all trainer ranks.
         quantization: The format that engines want projections in; None: the decoder's own.
         key: Signs the control messages of a publish.
         host: Address at which engines' links reach this rank.

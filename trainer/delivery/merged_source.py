@@ -11,6 +11,7 @@ and a block of FP8 values may lie on several ranks.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,11 +21,10 @@ from slipstream.trainer.delivery.changed_share import ChangedShare
 from slipstream.trainer.delivery.update_probe import UpdateProbe
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.parallel import local_address, local_part
+from slipstream.trainer.parallel import local_part, where_they_lie
 from slipstream.trainer.weights.block_scales import BlockScales, ScaleRun
 from slipstream.trainer.weights.factors import factor_shards
 from slipstream.trainer.weights.fused_experts import FusedRun, FusedTensor
-from slipstream.trainer.weights.packed_experts import is_packed
 from slipstream.trainer.weights.quantization import (
     BLOCK,
     SCALE_SUFFIX,
@@ -77,15 +77,13 @@ class TrainerWeightSource:
         """List what this rank holds.
 
         Args:
-            decoder: Loaded and sharded.
+            decoder: Loaded and sharded; no packed experts.
             rank: This process's rank, for messages.
             quantization: The format that engines want projections in; None: the decoder's own.
             is_merged: False: the frozen base alone, without its adapters.
             keeps_last: Keep the factors that were published last, so that changes alone can be sent.
             merges: Of the whole decoder, if factors can be read too, for engines that merge for themselves.
         """
-        if is_packed(decoder):
-            raise LayoutError(f"rank {rank}: packed experts have no merged weights to write out")
         self._decoder = decoder
         self._rank = rank
         self._held: dict[str, list[HeldTensor | FusedTensor]] = defaultdict(list)
@@ -172,7 +170,8 @@ class TrainerWeightSource:
     @torch.no_grad()
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
         """Write merged values of `region` into `out`, cast to out.dtype; see the protocol."""
-        self._write(tensor, self._run(tensor, region), out)
+        self._check_begun()
+        self._writer(tensor, self._run(tensor, region), out)()
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """Join reads that follow each other in a parameter's rows and in the slot; one kernel does the joined ones. See
@@ -184,7 +183,7 @@ class TrainerWeightSource:
         Kernel arguments are made once per slot, and again if a storage moved.
         """
         compiled: Callable[[Tensor, None], FillSlot] = self._compiled(
-            reads, lambda item, slot, _: self._writer(item, slot)
+            reads, lambda item, slot, _: self._writer(item.read.tensor, item.run, item.out(slot))
         )
         return lambda slot: compiled(slot, None)
 
@@ -208,46 +207,40 @@ class TrainerWeightSource:
     ) -> Callable[[Tensor, M], FillSlot]:
         """(slot, marks) -> a function that calls every run's writer."""
         runs = self.joined(reads)
-        plain = [item.run for item in runs if isinstance(item.run, RowRun)]
-        parameters = list({id(p): p for run in plain for p in run.parameters}.values())
+        parameters = [one for item in runs if isinstance(item.run, RowRun) for one in item.run.parameters]
 
         def filling(slot: Tensor, marks: M) -> FillSlot:
-            writers: list[Callable[[], object]] = []
-            places: list[int] | None = None
+            write = where_they_lie(parameters, lambda: [writer_of(item, slot, marks) for item in runs])
 
-            @torch.no_grad()
             def fill() -> None:
-                nonlocal writers, places
                 self._check_begun()
-                held_at = [local_address(parameter) for parameter in parameters]
-                if held_at != places:  # FSDP2 may move a shard's storage
-                    places, writers = held_at, [writer_of(item, slot, marks) for item in runs]
-                for write in writers:
-                    write()
+                write()
 
             return fill
 
         return filling
 
-    def _writer(self, item: PackedRun, slot: Tensor) -> Callable[[], object]:
-        """A function that writes a run's present values into a slot; every publish calls it."""
-        tensor, run, out = item.read.tensor, item.run, item.out(slot)
+    def _writer(self, tensor: str, run: RowRun | FusedRun | ScaleRun, out: Tensor) -> Callable[[], object]:
+        """A function that writes a run's present values in the engine's format: merged, and quantized if `tensor` is;
+        callable at every publish."""
+        if isinstance(run, FusedRun):
+            return partial(run.write, out, self._gathered_a)
         if isinstance(run, RowRun) and tensor not in self._quantized:
             return run.writer(out, self._gathered_a)
-        if isinstance(run, RowRun):
-            assert self._scales is not None
-            return self._scales.writer(run, out, self._gathered_a)
-        return lambda: self._write(tensor, run, out)
+        assert self._scales is not None
+        if isinstance(run, ScaleRun):
+            return partial(self._scales.write_scales, run, out)
+        return self._scales.writer(run, out, self._gathered_a)
 
     def _marker(self, item: PackedRun, slot: Tensor, marks: Tensor) -> Callable[[], object]:
         """As _writer, and marks what changed; where that is not known, everything."""
-        run, read = item.run, item.read
+        run, read, out = item.run, item.read, item.out(slot)
         if getattr(torch, read.dtype) is not torch.bfloat16:  # goes whole
-            return self._writer(item, slot)
+            return self._writer(read.tensor, run, out)
         own_marks = replace(item, read=replace(read, dtype="uint8", offset_bytes=read.offset_bytes // 2)).out(marks)
         if isinstance(run, RowRun) and (run.delta is not None or not run.parameter.requires_grad):
-            return run.marker(item.out(slot), own_marks, self._gathered_a, (self._last_gathered, self._last_own))
-        write = self._writer(item, slot)
+            return run.marker(out, own_marks, self._gathered_a, (self._last_gathered, self._last_own))
+        write = self._writer(read.tensor, run, out)
         return lambda: (write(), own_marks.fill_(1))
 
     def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
@@ -282,11 +275,7 @@ class TrainerWeightSource:
         dtype = torch.float8_e4m3fn if is_quantized else self._decoder.dtype
         sent = [torch.empty(region.shape, dtype=dtype, device=held.base.device) for _ in parts]
         for run, out in zip(parts, sent, strict=True):
-            if is_quantized:
-                assert self._scales is not None
-                self._scales.writer(run, out, self._gathered_a)()
-            else:
-                run.write(out, self._gathered_a)
+            self._writer(held.tensor, run, out)()
         added = sent[0].float().sub_(sent[1].float())
         if not is_quantized:
             return added
@@ -295,18 +284,6 @@ class TrainerWeightSource:
         scales = torch.empty(blocks.shape, device=added.device)
         self._scales.write_scales(self._scales.scale_run(held.tensor + SCALE_SUFFIX, blocks), scales)
         return added.mul_(scales.repeat_interleave(BLOCK, 1)[:, : region.shape[1]])
-
-    def _write(self, tensor: str, run: RowRun | FusedRun | ScaleRun, out: Tensor) -> None:
-        """Write rows in the engine's format: merged, and quantized if `tensor` is."""
-        self._check_begun()
-        if isinstance(run, ScaleRun):
-            assert self._scales is not None
-            self._scales.write_scales(run, out)
-        elif self._scales is not None and tensor in self._quantized:
-            assert isinstance(run, RowRun)
-            self._scales.writer(run, out, self._gathered_a)()
-        else:
-            run.write(out, self._gathered_a)
 
     def _check_begun(self) -> None:
         if not self._is_begun:

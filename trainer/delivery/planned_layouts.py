@@ -92,8 +92,6 @@ class PlannedTrainer:
 
         Args:
             spec: What is trained; with packed experts, its memory can be asked for and nothing else.
-            dtype: model.dtype.
-            trainer: How many ranks, and what they train.
         """
         self._spec, self._dtype, self._trainer = spec, dtype, trainer
         self._decoder = build_whole(spec, dtype, trainer)

@@ -19,7 +19,6 @@ from slipstream.trainer.engine_ops.published_adapters import PublishedAdapters
 from slipstream.trainer.engine_ops.published_weights import (
     base_experts,
     base_linears,
-    is_adapted,
     published_experts,
     published_linears,
 )
@@ -122,7 +121,7 @@ class SlotForward(EngineForward):
 
     def side_by_side(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
         out = self.operations.linear(x, *base_linears(linears, x.dtype))
-        if not self.adapted or not any(is_adapted(linear) for linear in linears):
+        if not self.adapted or all(linear.lora is None for linear in linears):
             return out
         return self.adapters.add(out, x, self.slots.linears(linears, x.dtype))
 
@@ -133,6 +132,6 @@ class SlotForward(EngineForward):
         self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
     ) -> Tensor:
         base = base_experts(block.experts, x_TH.dtype)
-        if not self.adapted or not is_adapted(block.experts):
+        if not self.adapted or block.experts.lora is None:
             return self.operations.experts(x_TH, *base, weights_TK, ids_TK)
         return self.adapters.experts(x_TH, base, self.slots.experts(block.experts, x_TH.dtype), weights_TK, ids_TK)

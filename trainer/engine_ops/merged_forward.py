@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.trainer.engine_ops.published_weights import is_adapted, published_experts, published_linears
+from slipstream.trainer.engine_ops.published_weights import published_experts, published_linears
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.forward import Forward, KeepGateUp, Place
 from slipstream.trainer.moe.block import MoeBlock
@@ -30,7 +30,7 @@ class MergedForward(Forward):
     def experts(
         self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
     ) -> Tensor:
-        is_merged = self.adapted and is_adapted(block.experts)
+        is_merged = self.adapted and block.experts.lora is not None
         merged = published_experts(block.experts, x_TH.dtype) if is_merged else None
         most = at.sequences.most_tokens
         return block.run_experts(x_TH, weights_TK, ids_TK, keep, most_tokens=most, adapted=False, merged=merged)

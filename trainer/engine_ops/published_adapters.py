@@ -29,11 +29,7 @@ class Factors(NamedTuple):
 
 
 class PublishedAdapters:
-    """See the module's docstring.
-
-    Args:
-        rank: R.
-    """
+    """See the module's docstring."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

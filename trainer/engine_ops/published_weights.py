@@ -21,7 +21,7 @@ def published_linears(
 ) -> tuple[Tensor, Tensor | None]:
     """Weights of linears of one input, one below the other, and their biases; None where they have none. Adapters are
     in the weights if `adapted`."""
-    if not adapted or not any(is_adapted(linear) for linear in linears):
+    if not adapted or all(linear.lora is None for linear in linears):
         return base_linears(linears, dtype)
     rows = [linear.weight.shape[0] for linear in linears]
     weight = linears[0].weight.new_empty(sum(rows), linears[0].weight.shape[1], dtype=dtype)
@@ -39,7 +39,7 @@ def base_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Tensor,
 
 def published_experts(bank: Experts, dtype: torch.dtype, *, adapted: bool = True) -> tuple[Tensor, Tensor]:
     """gate_up (E, 2I, H) and down (E, H, I) of all experts of a layer."""
-    if not adapted or not is_adapted(bank):
+    if not adapted or bank.lora is None:
         return base_experts(bank, dtype)
     gate_up, down = bank.gate_up_proj, bank.down_proj
     assert gate_up is not None and down is not None, "packed experts have no merged weights"
@@ -55,10 +55,6 @@ def base_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return bank.gate_up_proj.detach().to(dtype), bank.down_proj.detach().to(dtype)
 
 
-def is_adapted(module: Linear | Experts) -> bool:
-    return module.lora is not None
-
-
 def _biases(linears: Sequence[Linear], dtype: torch.dtype) -> Tensor | None:
     biases = [linear.base(dtype)[1] for linear in linears]
     present = [bias for bias in biases if bias is not None]
@@ -68,10 +64,9 @@ def _biases(linears: Sequence[Linear], dtype: torch.dtype) -> Tensor | None:
 @torch.no_grad()
 def _write(module: Linear | Experts, leaf: str, base: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
     """Merge the parameter `leaf`, a matrix or a stack of them, into `out`."""
-    if not is_adapted(module):
+    if module.lora is None:
         out.copy_(base)
         return
-    assert module.lora is not None
     rows, columns, rank = base.shape[-2], base.shape[-1], a.shape[-2]
     operands = MergeOperands(
         base.detach().view(1, -1, columns),

@@ -43,7 +43,6 @@ class VllmAdapters:
 
     Args:
         rank: Of the engine's slots.
-        device: A GPU.
 
     Raises:
         TrainerError: vLLM is missing on this node.
@@ -74,7 +73,6 @@ class VllmAdapters:
         """The weighted sum of each token's experts.
 
         Args:
-            x_TH: Tokens.
             weights: gate_up (E, 2I, H) and down (E, H, I).
             adapters: Of gate and up, and of down.
             weights_TK: The router's weights, float32.

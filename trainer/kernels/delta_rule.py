@@ -24,7 +24,6 @@ def gated_delta_rule(q_BNLK: Tensor, k_BNLK: Tensor, v_BNLV: Tensor, decay_BNL: 
 
     Args:
         q_BNLK, k_BNLK: queries and keys before they are normed.
-        v_BNLV: values.
         decay_BNL: g, log of the decay, at most 0.
         beta_BNL: how much of the value is written, 0 to 1.
 
@@ -61,7 +60,6 @@ def short_convolution(x_TC: Tensor, weight_CK: Tensor, positions_T: Tensor) -> T
     """Causal convolution of each channel over its own sequence: K tokens, the last of them itself. [T, C], float32.
 
     Args:
-        x_TC: packed tokens.
         weight_CK: the last column is the token's own.
         positions_T: position of each token in its sequence; no token sees more than that many before it.
     """

@@ -43,7 +43,6 @@ def residual_sum(
         middle: their sum, rounded. It gets the gradient in the place of both, and its values are not read.
         fed: what the feed-forward adds, or its routed experts.
         shared: what shared experts add.
-        scale: factor of `fed`.
     """
     return _ResidualSum.apply(x.detach(), attended.detach(), middle, fed, shared, scale)
 

@@ -72,7 +72,6 @@ def rms_norm(x: Tensor, weight_K: Tensor, eps: float, once: bool = False, wide: 
 
     Args:
         weight_K: in any float dtype; taken in x's.
-        eps: added to the mean square.
         once: round the result alone; without it the norm, too, before it is weighted.
         wide: with `once`, x before it was rounded, in float32: the norm is of that. x alone gets a gradient.
     """
@@ -101,7 +100,6 @@ def norm_rotate(
     """Apply the heads' norm, if there is one, then the rotation.
 
     Args:
-        q_TND, k_TGD: queries and keys.
         q_weight_D, k_weight_D: both None: no norm.
         cos, sin: [T, 1, turning dims / 2], in x's dtype; with `once` also float32.
     """

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.schema import LoraConfig, Rounding, Roundings
+from slipstream.conf.schema import LoraConfig, Roundings
 from slipstream.trainer.lora import Linear
-from slipstream.trainer.model.dense_mlp import DenseMlp
 from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.moe.bank import UnpackBuffers
 from slipstream.trainer.parallel import ParallelLayout
@@ -32,17 +31,6 @@ class Build:
     def linear(self, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
         """A projection that never has an adapter."""
         return Linear(in_features, out_features, bias=bias, weight_dtype=self.weight_dtype, lora=None)
-
-    def dense_mlp(self, width: int) -> DenseMlp:
-        """A feed-forward for all tokens."""
-        return DenseMlp(
-            self.spec.hidden_size,
-            width,
-            weight_dtype=self.weight_dtype,
-            lora=None if self.lora is None else self.lora.for_mlp,
-            activates_once=self.numerics.dense_activation is Rounding.once,
-            has_gelu=self.spec.has_gelu,
-        )
 
     def norm(self) -> RMSNorm:
         """A norm of the residual stream."""

@@ -40,7 +40,6 @@ def decoder_steps(
 
     Args:
         decoder: on one rank.
-        positions_T, cu_seqlens: as Decoder.forward takes them.
         by: what computes them, instead of the decoder's own.
     """
     sequences = PackedSequences.from_cu_seqlens(cu_seqlens, positions_T.shape[0], positions_T.device)

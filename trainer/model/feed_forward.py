@@ -46,13 +46,11 @@ def make_feed_forward(layer: nn.Module, build: Build, number: int, normed: str, 
     """Give `layer` the modules that the spec asks for.
 
     Args:
-        layer: A DecoderLayer.
-        number: Its number.
         normed, stream: Names of the stream after attention, with and without its norm.
     """
     moe, mlp = build.spec.moe, None
     if moe is None or not moe.layers[number] or moe.is_beside_dense:
-        mlp = build.dense_mlp(build.spec.intermediate_size)
+        mlp = DenseMlp(build, build.spec.intermediate_size)
         layer.add_module("mlp", mlp)
     if moe is None or not moe.layers[number]:
         assert mlp is not None
@@ -119,7 +117,7 @@ def _moe_block(build: Build, moe: MoeSpec, number: int) -> MoeBlock:
         experts,
         ep_group=layout.ep_group,
         shares=[len(share) for share in shares],
-        shared=build.dense_mlp(moe.shared_intermediate_size) if moe.shared_intermediate_size else None,
+        shared=DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None,
         shared_gate=build.linear(hidden_size, 1) if moe.has_shared_gate else None,
         shared_name=moe.names.shared,
     )

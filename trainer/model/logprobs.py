@@ -65,10 +65,6 @@ def token_logprobs(
         logprobs_T and entropy_T (nats), float32. Gradient flows from logprobs_T to hidden_TH, and to
         head_weight_VH when that requires grad.
     """
-    if hidden_TH.dtype != head_weight_VH.dtype:
-        raise ValueError(f"hidden states are {hidden_TH.dtype} but the head's weight is {head_weight_VH.dtype}")
-    if temperature <= 0 or chunk_tokens < 1:
-        raise ValueError(f"need temperature > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
     assert head is None or (temperature == 1.0 and softcap is None)
     arguments = (hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head, softcap)
     if hidden_TH.requires_grad and not head_weight_VH.requires_grad and not differentiate_entropy:

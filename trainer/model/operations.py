@@ -49,7 +49,6 @@ class Part:
     """Neighbouring operations of a layer, which are recomputed together if at all.
 
     Args:
-        operations: In their order.
         gives: What operations after the part take, or the layer's result.
         owners: Modules whose parameters a recomputation reads; none: the part is not recomputed.
         waits: Whether what it gives may wait in host memory.

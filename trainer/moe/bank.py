@@ -48,8 +48,6 @@ class PackedBank(nn.Module):
         self._unpacked = unpacked
         self._index = unpacked.add(self)
         for name, (experts, rows, columns) in self.shapes.items():
-            if columns % GROUP:
-                raise ValueError(f"{name}: rows of {columns} elements are not whole groups of {GROUP}")
             if expert_format is ExpertFormat.int4:
                 packed = torch.empty(experts, rows, columns // 8, dtype=torch.int32)
                 scale = torch.empty(experts, rows, columns // GROUP, dtype=torch.bfloat16)

@@ -136,7 +136,6 @@ def plan_dispatch(
     """Sort choices by expert and, with a group, exchange row counts (a small all-to-all, one wait for the device).
 
     Args:
-        experts_TK: The expert of each choice.
         group: The ep_ranks; None: this rank holds every expert.
         shares: Experts of each ep_rank, in order.
     """

@@ -135,9 +135,6 @@ def plan_gathered(
     """Gather choices and weights, and sort those of own experts while tokens travel.
 
     Args:
-        x_TH: The tokens.
-        experts_TK: The expert of each choice.
-        group: The ep_ranks.
         shares: Experts of each ep_rank, in order.
         most_tokens: The largest T of the group.
 

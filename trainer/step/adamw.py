@@ -51,14 +51,11 @@ def make_update_rule(parameters: Sequence[Tensor], config: OptimConfig) -> Updat
     """The rule that config.state asks for.
 
     Raises:
-        TrainerError: bfloat16 parameters with host moments, or torchao is missing.
+        TrainerError: torchao is missing.
     """
-    is_float32 = all(parameter.dtype is torch.float32 for parameter in parameters)
     if config.state is OptimState.host:
-        if not is_float32:
-            raise TrainerError("trainer.optim.state=host needs trainer.lora.dtype=float32, got bfloat16")
         return HostMoments(parameters, config)
-    if config.state is OptimState.float32 and is_float32:
+    if config.state is OptimState.float32 and all(parameter.dtype is torch.float32 for parameter in parameters):
         return Float32Moments(parameters, config)
     return ReducedMoments(parameters, config)
 

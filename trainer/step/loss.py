@@ -92,8 +92,6 @@ def policy_loss(
     Args:
         logprobs_N: log pi, float32, differentiable. N may be 0: the loss is then a zero that still has a graph.
         entropy_N: entropy of pi at those positions, in nats; differentiable where algorithm.entropy_coef is not 0.
-        tokens: see CountedTokens.
-        algorithm: which loss, ratio, bounds and normalization.
         denominators: counts over the whole batch, the same for every microbatch of every rank.
         mask_log_ratio: parity.mask_log_ratio; tokens beyond it have no policy term. 0: all have.
     """
@@ -123,8 +121,7 @@ def policy_loss(
     policy = (weights.weight_N * losses.loss_N * share_N).sum()
     loss, ref_k3_N = policy, torch.zeros_like(log_ratio_N)
     if algorithm.kl_coef > 0:
-        if tokens.ref_logprobs_N is None:
-            raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the reference policy's log-probabilities")
+        assert tokens.ref_logprobs_N is not None, "AlgorithmConfig.needs_reference"
         kl_N = kl_estimates(logprobs_N, tokens.ref_logprobs_N, algorithm.kl_estimator)
         ref_k3_N = kl_estimates(logprobs_N.detach(), tokens.ref_logprobs_N, KlEstimator.k3)
         if algorithm.kl_in is KlPlace.loss:

@@ -44,18 +44,10 @@ def pack(lengths: Sequence[int], num_ranks: int, max_tokens: int, *, cp_size: in
 
     Returns:
         Per rank, a list of microbatches; a microbatch is an ascending list of sample indices and may be empty.
-
-    Raises:
-        ValueError: a length, `num_ranks` or `max_tokens` below 1.
     """
     if cp_size > 1:
         groups = pack(lengths, num_ranks // cp_size, max_tokens * cp_size)
         return [microbatches for microbatches in groups for _ in range(cp_size)]
-    if num_ranks < 1 or max_tokens < 1:
-        raise ValueError(f"pack needs num_ranks >= 1 and max_tokens >= 1, got {num_ranks} and {max_tokens}")
-    for index, length in enumerate(lengths):
-        if length < 1:
-            raise ValueError(f"sample {index} has {length} tokens; a sample has at least one")
     if not lengths:
         return [[] for _ in range(num_ranks)]
 

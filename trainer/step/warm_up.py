@@ -20,7 +20,6 @@ def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int
     Args:
         max_tokens: trainer.max_microbatch_tokens times trainer.cp_size.
         longest: tokens of the longest possible sample.
-        num_samples: samples of a whole batch.
 
     Example: full_microbatch(4096, 1500, 64) gives [1500, 1500].
     """

@@ -38,7 +38,6 @@ def adapter_tensors(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[Ten
 
     Args:
         tensors: ModelSpec.checkpoint_tensors() in the engine's dtype.
-        lora: Which matrices are adapted, and with which rank.
     """
     factors: list[TensorMeta] = []
     slot_rank = lora.slot_rank

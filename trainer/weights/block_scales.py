@@ -305,7 +305,6 @@ def dequantized(weight_RN: Tensor, scales: Tensor, region: Region) -> Tensor:
     Args:
         weight_RN: float8_e4m3fn of region.shape.
         scales: Scales of all the tensor's blocks.
-        region: Where the rectangle lies.
     """
     rows, columns = (torch.arange(a, b) // BLOCK for a, b in zip(region.start, region.stop, strict=True))
     return weight_RN.float().mul_(scales.float()[rows][:, columns])

@@ -80,8 +80,9 @@ class FusedTensor:
     region: Region
     parameter: nn.Parameter
     num_parts: int
-    delta: LoraDelta | None = None
-    is_turned: bool = True
+    """Read if it is turned."""
+    delta: LoraDelta | None
+    is_turned: bool
     """As gpt-oss; else as the trainer."""
 
     @property
@@ -115,33 +116,22 @@ class FusedTensor:
         return FusedRun(self.parameter, self.delta, self.num_parts, start, region.shape)
 
 
-def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None]) -> Iterator[FusedTensor]:
+def fused_experts(
+    name: str, bank: Experts, deltas: dict[str, LoraDelta | None], *, is_turned: bool
+) -> Iterator[FusedTensor]:
     """The tensors of one layer that are not packed; `name` is the bank's module in the checkpoint."""
-    assert bank.gate_up_bias is not None and bank.down_bias is not None
     for leaf, parameter, num_parts, delta in (
         ("gate_up_proj", bank.gate_up_proj, 2, deltas["gate_up"]),
         ("gate_up_proj_bias", bank.gate_up_bias, 2, None),
         ("down_proj", bank.down_proj, 1, deltas["down"]),
         ("down_proj_bias", bank.down_bias, 1, None),
     ):
-        if parameter is None:  # packed: see packed_experts.py
+        if parameter is None:  # packed (packed_experts.py), or a family without biases
             continue
         local, start = local_part(parameter)
-        rest = tuple(reversed(local.shape[1:]))  # a bias has one dim here and stays as it is
+        rest = local.shape[:0:-1] if is_turned else local.shape[1:]  # a bias has one dim here and stays as it is
         region = Region((bank.first_expert + start,) + (0,) * len(rest), (local.shape[0], *rest))
-        yield FusedTensor(f"{name}.{leaf}", region, parameter, num_parts, delta)
-
-
-def stacked_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None]) -> Iterator[FusedTensor]:
-    """The two tensors of one layer that are stacked in the checkpoint as they are here."""
-    for leaf, parameter, delta in (
-        ("gate_up_proj", bank.gate_up_proj, deltas["gate_up"]),
-        ("down_proj", bank.down_proj, deltas["down"]),
-    ):
-        assert parameter is not None
-        local, start = local_part(parameter)
-        region = Region((bank.first_expert + start, 0, 0), tuple(local.shape))
-        yield FusedTensor(f"{name}.{leaf}", region, parameter, 1, delta, is_turned=False)
+        yield FusedTensor(f"{name}.{leaf}", region, parameter, num_parts, delta, is_turned)
 
 
 def interleave(rows_EN: Tensor) -> Tensor:

@@ -129,17 +129,8 @@ class RandomReader:
     device that will hold the values draws them; devices of another kind draw other values.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        seed: int,
-        std: float,
-        device: torch.device | str,
-        block_elements: int = BLOCK_ELEMENTS,
-    ) -> None:
-        self._block_elements, self._parameters = block_elements, spec.parameters()
-        self._seed, self._std, self._device = seed, std, torch.device(device)
+    def __init__(self, spec: ModelSpec, *, seed: int, std: float, device: torch.device | str) -> None:
+        self._parameters, self._seed, self._std, self._device = spec.parameters(), seed, std, torch.device(device)
 
     def names(self) -> None:
         """None to list: random values can be made of any name."""
@@ -154,7 +145,7 @@ class RandomReader:
             rows, columns = self._parameters[tensor.removesuffix("shape") + "packed"].shape
             return torch.tensor([rows, columns * WEIGHTS_A_WORD])
         num_rows, *row_shape = self._parameters[tensor].shape
-        block_rows = max(1, self._block_elements // math.prod(row_shape))
+        block_rows = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
         first, stop = region.start[0], region.stop[0]
         blocks: list[Tensor] = []
         for start in range(first - first % block_rows, stop, block_rows):
@@ -262,8 +253,6 @@ def fill_uniform(out: Tensor, *, bound: float, key: int, first_element: int) -> 
 
     Args:
         out: Contiguous, any float dtype.
-        bound: Positive.
-        key: From `stream_key`.
         first_element: Which number out's first element is.
     """
     flat = out.view(-1)

@@ -24,7 +24,7 @@ from slipstream.trainer.lora import Linear
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router
 from slipstream.trainer.parallel import gather_wholes, local_part
-from slipstream.trainer.weights.fused_experts import FusedTensor, fused_experts, stacked_experts
+from slipstream.trainer.weights.fused_experts import FusedTensor, fused_experts
 from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
 from slipstream.weight_sync.layout import Region
 
@@ -107,7 +107,6 @@ def gather_lora_a(decoder: Decoder, gathered_a: dict[str, Tensor]) -> None:
     """Gather the present values of A. Collective: all ranks call it at the same point.
 
     Args:
-        decoder: The model with the adapters.
         gathered_a: From `sharded_lora_a`.
     """
     sharded = _sharded_lora_a(decoder)
@@ -148,11 +147,8 @@ def _held_experts(
     parts = ((gate, "gate_up", 0, width), (up, "gate_up", width, width), (down, "down", 0, None))
     # A rank holds an expert whole, with its A and B, so nothing is gathered.
     deltas = {stack: _stack_delta(name, bank, stack) for stack in ("gate_up", "down")}
-    if is_stacked:
-        yield from stacked_experts(name, bank, deltas)
-        return
-    if bank.gate_up_bias is not None:  # every family whose experts have biases fuses them
-        yield from fused_experts(name, bank, deltas)
+    if is_stacked or bank.gate_up_bias is not None:  # every family whose experts have biases fuses them
+        yield from fused_experts(name, bank, deltas, is_turned=not is_stacked)
         return
     if bank.down_proj is None:  # packed: see packed_experts.py
         return

@@ -104,7 +104,6 @@ def read_stored_adapter(folder: Path, subject: str) -> StoredAdapter:
     """An adapter's files, if they are those of plain LoRA.
 
     Args:
-        folder: Holds adapter_config.json and adapter_model.safetensors.
         subject: What the user calls the folder: "trainer.lora.init_from", "--adapter".
 
     Raises:
@@ -227,7 +226,6 @@ def check_adapter_fits(stored: StoredAdapter, spec: ModelSpec, lora: LoraConfig,
     """Check that a run of these options computes what the adapter does.
 
     Args:
-        lora: What the run trains.
         subject: The option or flag that names the folder.
 
     Returns:

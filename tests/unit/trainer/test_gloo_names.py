@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases.rank_helpers import count, make_rank, make_samples, spawn
+from cases.rank_helpers import count, make_rank, make_samples, save_state, spawn
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.conf.schema import TrainMode
@@ -40,7 +40,7 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
         trainer.forward_backward([[samples[rank]], [samples[2 + rank]]], count(samples))
         trainer.optimizer_step()
         trainer.states.begin_checkpoint(folder / "state", folder / "beside" if mode is TrainMode.lora else None)
-        trainer.states.save_state(folder / "state")
+        save_state(trainer, folder / "state")
         trainer.states.load_state(folder / "state")
         trainer.states.save_merged(folder / "merged")
         if mode is TrainMode.lora:

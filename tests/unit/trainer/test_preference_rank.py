@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases.rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, spawn
+from cases.rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, save_state, spawn
 
 from slipstream.conf.schema import AlgorithmConfig, Objective, OptimConfig, TrainMode
 from slipstream.trainer.rank import TrainerRank
@@ -126,7 +126,7 @@ def test_what_goes_on_from_a_kept_state_has_the_reference_of_the_start(mode: Tra
     first, again = (make_rank(mode=mode, algorithm=DPO) for _ in range(2))
     first.forward_backward([flat(pairs(range(4)))], count(flat(pairs(range(4)))))
     first.optimizer_step()
-    first.states.save_state(tmp_path)
+    save_state(first, tmp_path)
     again.states.load_state(tmp_path)
     batch = flat(pairs(range(4, 8), version=1))
     seen, wanted = (rank.forward_backward([batch], count(batch, 1)).sums for rank in (again, first))

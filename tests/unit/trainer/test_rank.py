@@ -17,6 +17,7 @@ from cases.rank_helpers import (
     local_gradients,
     make_rank,
     make_samples,
+    save_state,
     spawn,
     step,
     trained,
@@ -66,7 +67,7 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
 
     train_once(trainer, LAYOUTS["uneven"][rank])
     result["norm"] = trainer.optimizer_step().grad_norm
-    trainer.states.save_state(folder / "state")
+    save_state(trainer, folder / "state")
     states = []
     for _ in range(2):
         trainer.states.load_state(folder / "state")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases.rank_helpers import SYNC_KEY, are_equal, count, make_rank, make_samples, step, values_of
+from cases.rank_helpers import SYNC_KEY, are_equal, count, make_rank, make_samples, save_state, step, values_of
 
 from slipstream.conf.schema import AlgorithmConfig, DType, OptimConfig, OptimState
 from slipstream.trainer.checkpoint.keeper import Keeper, Readiness, hold, take
@@ -23,7 +23,7 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
     straight = make_rank(optim=optim)
     step(straight)
     step(straight)
-    straight.states.save_state(tmp_path)
+    save_state(straight, tmp_path)
     step(straight)
     resumed = make_rank(optim=optim)
     resumed.states.load_state(tmp_path)
@@ -40,7 +40,7 @@ def test_a_run_resumed_with_other_updates_a_step_is_where_it_was_in_the_schedule
     for _ in range(5):
         for number in range(before):
             rank.optimizer_step(ends_version=number == before - 1)
-    rank.states.save_state(tmp_path)
+    save_state(rank, tmp_path)
     resumed = make_rank(optim=optim, algorithm=AlgorithmConfig(minibatches_per_step=after))
     resumed.states.load_state(tmp_path)
     rates = [resumed.optimizer_step(ends_version=number % after == after - 1).lr for number in range(5 * after)]
@@ -201,7 +201,7 @@ def test_memory_for_copies_is_used_again_once_what_is_in_it_is_written(tmp_path,
 def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):
     """What else is refused, and how it is said: checkpoint/test_rank_state.py."""
     rank = make_rank()
-    rank.states.save_state(tmp_path)
+    save_state(rank, tmp_path)
     step(rank)
     before = values_of(rank)
     meta = json.loads((tmp_path / "rank-0.json").read_text())
@@ -218,7 +218,7 @@ def test_bfloat16_adapters_learn_with_8_bit_moments_and_resume_exactly(tmp_path)
     losses = []
     for number in range(8):
         if number == 4:
-            rank.states.save_state(tmp_path)
+            save_state(rank, tmp_path)
         losses.append(step(rank).sums["loss/total_sum"])
     assert losses[-1] < losses[0]
     after = values_of(rank)

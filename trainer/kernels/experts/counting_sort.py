@@ -40,8 +40,6 @@ def sort_by_expert_torch(experts_S: Tensor, num_experts: int, top_k: int = 1) ->
 
     Args:
         experts_S: int64 ids in 0..num_experts-1, contiguous.
-        num_experts: E.
-        top_k: choices per token.
     """
     choice_of_row_S = experts_S.argsort(stable=True)
     row_of_choice_S = torch.empty_like(choice_of_row_S)

@@ -200,7 +200,6 @@ def add_dense_low_rank(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: flo
         rows_TN: contiguous.
         low_TR: in the format of rows; columns are contiguous.
         p_NR: in the format of rows, any strides.
-        scale: of the product.
     """
     is_for_kernel = rows_TN.is_cuda and rows_TN.dtype is torch.bfloat16
     return (add_dense_low_rank_triton if is_for_kernel else add_dense_low_rank_torch)(rows_TN, low_TR, p_NR, scale)

@@ -71,7 +71,6 @@ def activate_torch(
     Args:
         gu_SI: [S, 2I] base product with its bias, gate columns first.
         xa_SR: scale times rows times A of gate and up; None without an adapter.
-        adapter: None without one.
 
     Returns:
         h [S, I] and ha [S, r] (None without an adapter), rounded once to gu's dtype.
@@ -109,8 +108,6 @@ def activate_backward_torch(
         gu_SI, xa_SR, adapter, groups, activation: as in `activate`.
         dh_SI: [S, I] output gradient times the base down weight, without routing weights.
         db_SR: scale * output gradient times B of down; None without an adapter.
-        weights_S: routing weight of every row.
-        needs_h: whether to return hw.
         may_overwrite_gu: whether the caller has no more use for gu.
 
     Returns:

@@ -179,12 +179,9 @@ def attend(
 
 def padded_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
     """Causal attention by scaled_dot_product_attention over a right-padded batch. Returns [T, N, V]."""
-    sequences, window, mask = call.sequences, call.window, None
+    sequences = call.sequences
     keys = sequences.keys or sequences
-    if sequences.keys is not None:
-        mask = _visible_to_chunks(sequences, keys, window)
-    elif window is not None:
-        mask = _visible(sequences.max_length, window, q_TND.device)
+    mask = None if keys is sequences and call.window is None else _visible(sequences, call.window)
     out = F.scaled_dot_product_attention(
         sequences.pad(q_TND),
         keys.pad(k_TGD),
@@ -204,7 +201,7 @@ def sink_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionC
     repeats = q_TND.shape[1] // k_TGD.shape[1]
     k_BNLD, v_BNLV = (sequences.pad(x).repeat_interleave(repeats, dim=1) for x in (k_TGD, v_TGV))
     logits_BNLL = (sequences.pad(q_TND) @ k_BNLD.transpose(2, 3)).float() * call.scale
-    hidden_LL = ~_visible(sequences.max_length, call.window, q_TND.device)
+    hidden_LL = ~_visible(sequences, call.window)
     sinks = sinks_N.float()[None, :, None, None].expand(*logits_BNLL.shape[:3], 1)
     probs = torch.cat((logits_BNLL.masked_fill(hidden_LL, -torch.inf), sinks), dim=-1).softmax(-1)[..., :-1]
     return sequences.unpad(probs.to(v_BNLV.dtype) @ v_BNLV)
@@ -253,16 +250,11 @@ def _compiled_flex() -> Any:
     return torch.compile(run, dynamic=True)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [length, length]: which keys a query sees."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < (length if window is None else window))
-
-
-def _visible_to_chunks(chunks: PackedSequences, keys: PackedSequences, window: int | None) -> Tensor:
-    """bool [B, 1, L, longest of the keys]: which keys a query of a chunk sees. Its last query sees the last key."""
-    device = chunks.cu_seqlens.device
-    before_B = keys.cu_seqlens.diff() - chunks.cu_seqlens.diff()
-    distance = torch.arange(chunks.max_length, device=device)[:, None] - torch.arange(keys.max_length, device=device)
-    distance = distance + before_B[:, None, None, None]
+def _visible(sequences: PackedSequences, window: int | None) -> Tensor:
+    """bool [L, L]: which keys a query sees; of chunks [B, 1, L, longest of the keys], whose last query sees the last
+    key."""
+    keys, device = sequences.keys or sequences, sequences.cu_seqlens.device
+    distance = torch.arange(sequences.max_length, device=device)[:, None] - torch.arange(keys.max_length, device=device)
+    if keys is not sequences:
+        distance = distance + (keys.cu_seqlens.diff() - sequences.cu_seqlens.diff())[:, None, None, None]
     return (distance >= 0) & (distance < (keys.max_length if window is None else window))

@@ -65,7 +65,6 @@ class Indexer(nn.Module):
         Args:
             x_TH: The normed stream.
             latent_TQ: The normed latent of queries.
-            rope: Cosines and sines of the positions.
         """
         spec = self.spec
         q_TIE = self.wq_b(latent_TQ).unflatten(1, (spec.num_heads, spec.head_dim))

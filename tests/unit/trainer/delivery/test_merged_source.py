@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.rank_helpers import SYNC_KEY, count, fill_adapters, make_rank, make_samples, spawn
+from cases.rank_helpers import SYNC_KEY, count, fill_adapters, make_rank, make_samples, save_state, spawn
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread
 from fakes.ranked_engine import MirrorEngine
@@ -135,7 +135,7 @@ def test_a_rank_that_rounds_otherwise_is_found(two_ranks, fault, case):
 def test_the_bytes_are_those_of_one_rank_and_of_a_resumed_one(two_ranks, tmp_path):
     rank, resumed = (make_rank(dtype=DType.bfloat16) for _ in range(2))
     fill_adapters(rank, 1)
-    rank.states.save_state(tmp_path)
+    save_state(rank, tmp_path)
     resumed.states.load_state(tmp_path)
     read = read_all(rank)
     for case in CASES[:2]:

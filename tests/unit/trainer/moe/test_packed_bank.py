@@ -5,7 +5,6 @@ import torch
 from cases.moe_cases import make_experts, run
 
 from slipstream.conf.architecture.moe_spec import ExpertFormat
-from slipstream.trainer.kernels.experts.dequant import GROUP
 from slipstream.trainer.moe.bank import PackedBank, Towards, UnpackBuffers
 from slipstream.trainer.moe.experts import Experts
 
@@ -60,19 +59,3 @@ def test_the_forward_asks_for_weights_on_the_way_to_the_output_and_the_backward_
     fill_packed(experts)
     run(experts)
     assert asked == [Towards.output, Towards.input]
-
-
-def test_rows_that_are_not_whole_groups_are_refused():
-    with pytest.raises(ValueError, match=f"not whole groups of {GROUP}"):
-        Experts(
-            hidden_size=48,
-            intermediate_size=32,
-            first_expert=0,
-            num_local_experts=2,
-            compute_dtype=torch.bfloat16,
-            weight_dtype=torch.bfloat16,
-            lora=None,
-            device=torch.device("cpu"),
-            expert_format=ExpertFormat.int4,
-            unpacked=UnpackBuffers(torch.bfloat16),
-        )

@@ -5,7 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases.rank_helpers import VOCAB, are_equal, count, fill_adapters, make_rank, make_samples, trained, values_of
+from cases.rank_helpers import (
+    VOCAB,
+    are_equal,
+    count,
+    fill_adapters,
+    make_rank,
+    make_samples,
+    save_state,
+    trained,
+    values_of,
+)
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
@@ -29,7 +39,7 @@ def updated(rank: TrainerRank) -> dict[str, torch.Tensor]:
 
 def state_of(rank: TrainerRank, folder: Path) -> dict[str, torch.Tensor]:
     """Parameters, moments and random state, as a resume would find them."""
-    rank.states.save_state(folder)
+    save_state(rank, folder)
     return load_file(folder / "rank-0.safetensors")
 
 

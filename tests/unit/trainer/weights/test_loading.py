@@ -17,6 +17,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Init, ModelConfig
 from slipstream.trainer.adapter_io import save_merged
 from slipstream.trainer.errors import CheckpointError
+from slipstream.trainer.weights import loading
 from slipstream.trainer.weights.loading import (
     CheckpointReader,
     RandomReader,
@@ -222,7 +223,7 @@ def test_fresh_adapters_of_experts_names_and_seeds_are_uniform_and_independent()
     assert rows.unique(dim=0).shape[0] == len(rows)
 
 
-def test_a_slice_of_random_weights_costs_its_blocks_and_is_the_slice_of_the_whole():
+def test_a_slice_of_random_weights_costs_its_blocks_and_is_the_slice_of_the_whole(monkeypatch):
     drawn: list[int] = []
 
     class Watch(TorchFunctionMode):
@@ -232,7 +233,8 @@ def test_a_slice_of_random_weights_costs_its_blocks_and_is_the_slice_of_the_whol
                 drawn.append(result.numel())
             return result
 
-    reader = RandomReader(SPEC, seed=0, std=1.0, device="cpu", block_elements=10 * 64)
+    monkeypatch.setattr(loading, "BLOCK_ELEMENTS", 10 * 64)
+    reader = RandomReader(SPEC, seed=0, std=1.0, device="cpu")
     with Watch():
         whole = reader.read("lm_head.weight", Region((0, 0), (96, 64)))  # ten blocks of ten rows, the last of six
     assert drawn == [640] * 9 + [384]
