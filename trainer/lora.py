@@ -21,7 +21,6 @@ from slipstream.trainer.kernels.experts.low_rank import add_dense_low_rank
 
 
 def adapter_dtype(lora: LoraConfig) -> torch.dtype:
-    """Format of the adapters' parameters."""
     return getattr(torch, lora.dtype.value)
 
 

@@ -8,10 +8,7 @@ Owns: a decoder on one device, outside of a run. Does not own: sampling, compari
 optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,29 +27,6 @@ from slipstream.trainer.model.logprobs import token_logprobs
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.weights.loading import load_weights, open_reader
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Sequences one after the other, as Decoder.forward takes them."""
-
-    token_ids_T: Tensor
-    positions_T: Tensor
-    cu_seqlens: Tensor
-    """On the CPU."""
-
-    @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]], device: torch.device) -> Packed:
-        """Pack sequences, on `device`."""
-        token_ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
-        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences]).to(device)
-        return cls(token_ids, positions, torch.tensor([0, *map(len, sequences)]).cumsum(0))
-
-    @property
-    def targets(self) -> tuple[Tensor, Tensor]:
-        """(rows that predict a token of their own sequence, those tokens)."""
-        targets = self.positions_T.nonzero()[:, 0]
-        return targets - 1, self.token_ids_T[targets]
 
 
 class Scorer:
@@ -100,12 +74,12 @@ class Scorer:
         logprobs: list[list[float]] = []
         entropies: list[list[float]] = []
         for part in self._microbatches(sequences):
-            packed = Packed.of(part, self.device)
+            tokens_T, positions_T, starts = self._packed(part)
             recorded = None
             if routes is not None:
                 recorded = self._recorded(routes[len(logprobs) : len(logprobs) + len(part)])
-            hidden_TH = self.decoder(packed.token_ids_T, packed.positions_T, packed.cu_seqlens, recorded)
-            logprobs_N, entropy_N = self._head(hidden_TH, packed)
+            hidden_TH = self.decoder(tokens_T, positions_T, starts, recorded)
+            logprobs_N, entropy_N = self._head(hidden_TH, tokens_T, positions_T)
             counts = [len(sequence) - 1 for sequence in part]
             logprobs += [one.tolist() for one in logprobs_N.split(counts)]
             entropies += [one.tolist() for one in entropy_N.split(counts)]
@@ -114,17 +88,17 @@ class Scorer:
 
     def operations(self, sequences: Sequence[Sequence[int]], *, adapted: bool = True) -> list[Operation]:
         """The decoder's operations over these sequences, packed; with its adapters or without."""
-        packed = Packed.of(sequences, self.device)
+        _, positions_T, starts = self._packed(sequences)
         by = self.decoder.by if adapted else self.decoder.by.without_adapters()
-        return decoder_steps(self.decoder, packed.positions_T, packed.cu_seqlens, by)
+        return decoder_steps(self.decoder, positions_T, starts, by)
 
     @torch.no_grad()
     def logprobs_of_hidden(self, hidden_TH: Tensor, sequences: Sequence[Sequence[int]]) -> Tensor:
         """[N]: log-probabilities as in `logprobs`, of packed sequences whose final hidden states are given."""
-        return self._head(hidden_TH, Packed.of(sequences, self.device))[0]
+        tokens_T, positions_T, _ = self._packed(sequences)
+        return self._head(hidden_TH, tokens_T, positions_T)[0]
 
     def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies where the decoder is."""
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def _recorded(self, routes: Sequence[tuple[np.ndarray, np.ndarray]]) -> RecordedRoutes:
@@ -134,19 +108,25 @@ class Scorer:
         packed = [torch.from_numpy(np.concatenate(parts)).to(self.device) for parts in (experts, is_recorded)]
         return RecordedRoutes(packed[0], packed[1])
 
-    def _head(self, hidden_TH: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-        rows, targets_N = packed.targets
+    def _packed(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequences one after the other, as Decoder.forward takes them: token ids, positions, starts."""
+        tokens_T = torch.tensor([token for sequence in sequences for token in sequence], device=self.device)
+        positions_T = torch.cat([torch.arange(len(sequence)) for sequence in sequences]).to(self.device)
+        return tokens_T, positions_T, torch.tensor([0, *map(len, sequences)]).cumsum(0)
+
+    def _head(self, hidden_TH: Tensor, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        (predicted_N,) = positions_T.nonzero(as_tuple=True)  # every token but the first of its sequence
         return self.decoder.apply_head(
             lambda rows_NH, weight_VH: token_logprobs(
                 rows_NH,
                 weight_VH,
-                targets_N,
+                tokens_T[predicted_N],
                 temperature=1.0,
                 chunk_tokens=self._trainer.logprob_chunk_tokens(self.decoder.spec.vocab_size),
                 head=self.decoder.by.head,
                 softcap=self.decoder.spec.logit_softcap,
             ),
-            hidden_TH[rows],
+            hidden_TH[predicted_N - 1],
         )
 
     def _microbatches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -23,10 +23,10 @@ from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable
 from slipstream.trainer.model.whole_weights import WholeWeights
-from slipstream.trainer.parallel import ParallelLayout, local_part, whole
+from slipstream.trainer.parallel import ParallelLayout, gather_wholes, local_part, whole
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.weights.loading import CheckpointReader, RandomReader, load_weights
-from slipstream.trainer.weights.shards import gather_lora_a, local_shards, sharded_lora_a
+from slipstream.trainer.weights.shards import local_shards, sharded_lora_a
 from slipstream.weight_sync.layout import Region
 
 
@@ -208,8 +208,10 @@ def files(folder: Path, ep_size: int, world_size: int, rank: int, hf_config: dic
         values = torch.empty(held.region.shape, dtype=held.base.dtype)
         replace(held, delta=None).run(held.region).write(values, {})  # the base alone, in the checkpoint's layout
         slices[held.tensor] = (held.region, values)
-    gathered = sharded_lora_a(decoder)
-    gather_lora_a(decoder, gathered)
+    sharded = sharded_lora_a(decoder)
+    gathered = {key: a.to_local().new_empty(a.shape) for key, a in sharded.items()}
+    with torch.no_grad():
+        gather_wholes(list(sharded.values()), list(gathered.values()))
     return {"restored": restored, "slices": slices, "gathered_a": gathered, "report": report}
 
 

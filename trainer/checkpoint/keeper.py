@@ -58,8 +58,6 @@ class Readiness(Enum):
 
 
 class Keeper:
-    """See the module's docstring."""
-
     def __init__(self, host: str, key: bytes) -> None:
         self._key = key
         self._listener = Listener((host, 0), backlog=_BACKLOG)
@@ -201,7 +199,6 @@ def _memory(num_bytes: int) -> memoryview:
 
 
 def _receive(sock: socket.socket, into: memoryview) -> None:
-    """Fill a buffer."""
     start = 0
     while start < len(into):
         got = sock.recv_into(into[start:])

@@ -107,11 +107,6 @@ class Delivery:
                 f"rank {self._rank}: packed experts cannot be written into engines; set weight_sync.mode=adapter"
             )
         self._control.agree("endpoints", (endpoints, list(adapter_endpoints)))
-        if len(adapter_endpoints) != (len(endpoints) if self._config.mode is SyncMode.adapter else 0):
-            raise TrainerError(
-                f"rank {self._rank}: {len(endpoints)} endpoints and {len(adapter_endpoints)} of adapter slots came to "
-                f"weight_sync.mode={self._config.mode}"
-            )
         self._transport = transport or self._open_link()
         if self.base_source is not None and absent is None:
             self._send_base(endpoints)

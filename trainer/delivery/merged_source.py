@@ -21,7 +21,7 @@ from slipstream.trainer.delivery.changed_share import ChangedShare
 from slipstream.trainer.delivery.update_probe import UpdateProbe
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.parallel import local_part, where_they_lie
+from slipstream.trainer.parallel import gather_wholes, local_part, where_they_lie
 from slipstream.trainer.weights.block_scales import BlockScales, ScaleRun
 from slipstream.trainer.weights.factors import factor_shards
 from slipstream.trainer.weights.fused_experts import FusedRun, FusedTensor
@@ -35,7 +35,7 @@ from slipstream.trainer.weights.quantization import (
     scale_shape,
 )
 from slipstream.trainer.weights.row_runs import RowRun
-from slipstream.trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
+from slipstream.trainer.weights.shards import HeldTensor, local_shards, sharded_lora_a
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
 from slipstream.weight_sync.merging.factors import Merge, factor_tensors
 from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
@@ -108,7 +108,8 @@ class TrainerWeightSource:
             shards.extend(self._scales.shards())
         self._layout = SourceLayout(rank, tuple(engine_tensors(tensors, quantization)), tuple(shards))
         self._quantized = frozenset(shapes)
-        self._gathered_a = sharded_lora_a(decoder) if is_merged else {}
+        self._sharded_a = sharded_lora_a(decoder) if is_merged else {}
+        self._gathered_a = {key: local_part(a)[0].new_empty(a.shape) for key, a in self._sharded_a.items()}
         """Kept from publish to publish, as staging is, because prepared kernel arguments hold its addresses."""
         self._gathered_bytes = sum(a.numel() * a.element_size() for a in self._gathered_a.values())
         self._is_begun = False
@@ -149,8 +150,7 @@ class TrainerWeightSource:
         if self._is_begun:
             raise LayoutError(f"rank {self._rank}: begin({version}) before the end of the publish in progress")
         self._is_begun = True
-        if self._gathered_a:
-            gather_lora_a(self._decoder, self._gathered_a)
+        gather_wholes(list(self._sharded_a.values()), list(self._gathered_a.values()))
         num_bytes = self._gathered_bytes
         if self._scales is not None:
             self._scales.compute(self._gathered_a)

@@ -29,8 +29,6 @@ class Factors(NamedTuple):
 
 
 class PublishedAdapters:
-    """See the module's docstring."""
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._slots: dict[tuple[object, ...], Factors] = {}

@@ -90,7 +90,6 @@ class Decoder(nn.Module):
         self.rotaries = [RotaryEmbedding(rope, build.numerics.rotation) for rope in build.spec.ropes]
         attentions = (module for module in self.modules() if isinstance(module, Attention))
         self.attention_backends = {one.backend for one in attentions if one.backend is not None}
-        """Those of all layers."""
         self.whole: WholeWeights | None = None
         """Gathers dense parameters for `in_use`; None: there is one rank, or FSDP2 gathers them layer by layer."""
 
@@ -103,6 +102,7 @@ class Decoder(nn.Module):
         *,
         by: Forward | None = None,
         most_tokens: int | None = None,
+        may_move: bool = True,
     ) -> Tensor:
         """Run the decoder over one microbatch, or over this rank's tokens of it (context.py).
 
@@ -115,6 +115,7 @@ class Decoder(nn.Module):
             routes: experts to use instead of the routers' own choice. Each layer appends to its `flipped`.
             by: computes it, instead of the decoder's own.
             most_tokens: T of the rank that has most. None: with experts on several ranks, the host waits for that.
+            may_move: whether what backward needs may wait where `host` says.
 
         Returns:
             hidden_TH in the compute dtype.
@@ -123,21 +124,7 @@ class Decoder(nn.Module):
         if not isinstance(sequences, PackedSequences):
             sequences = PackedSequences.from_cu_seqlens(sequences, token_ids_T.shape[0], token_ids_T.device)
             sequences = replace(sequences, most_tokens=most_tokens)
-        host = self.host if torch.is_grad_enabled() else None
-        return self.hidden_states(token_ids_T, positions_T, sequences, routes, by=by, host=host)
-
-    def hidden_states(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        sequences: PackedSequences,
-        routes: RecordedRoutes | None = None,
-        *,
-        by: Forward | None = None,
-        host: HostPool | None = None,
-    ) -> Tensor:
-        """The same, of sequences that are laid out. Layers keep what backward needs in `host`; None: on the device."""
-        by = by or self.by
+        by, host = by or self.by, self.host if may_move and torch.is_grad_enabled() else None
         if not token_ids_T.shape[0]:
             by = by.gradients_by or by  # kernels of engines take no empty microbatch
         if self.layout.ep_group is not None and sequences.most_tokens is None:

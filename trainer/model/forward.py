@@ -52,8 +52,6 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The trainer's kernels."""
-
     fuses: ClassVar[bool] = True
     """Whether one kernel norms and rotates heads, and one adds at a layer's end (Roundings=once)."""
 
@@ -85,11 +83,9 @@ class Forward:
         return norm(x, wide)
 
     def add_norm(self, norm: RMSNorm, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, and its norm."""
         return norm.after_sum(x_TH, delta_TH)
 
     def linears(self, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of linears of one input."""
         return apply_together(linears, x, adapted=self.adapted, rounds_base_first=self.rounds_base_first)
 
     def output(self, linear: Linear, x_TO: Tensor) -> Tensor:

@@ -279,7 +279,7 @@ class GraphInputs:
 
     def hidden_states(self, decoder: Decoder) -> Tensor:
         """The decoder's hidden states of these inputs, padding included."""
-        return decoder.hidden_states(self.token_ids_T, self.positions_T, self.sequences, self.routes)
+        return decoder(self.token_ids_T, self.positions_T, self.sequences, self.routes, may_move=False)
 
     def _tensors(self) -> list[Tensor]:
         of_routes = [] if self.routes is None else [self.routes.experts_TLK, self.routes.is_recorded_T]

@@ -66,7 +66,6 @@ class HostStack:
         self.pool = pool
         self._chunks: list[Tensor] = []
         self.num_bytes = 0
-        """So many are taken."""
         weakref.finalize(self, pool.give_back, self._chunks)
 
     def take(self, num_bytes: int) -> list[Tensor]:

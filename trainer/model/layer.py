@@ -169,7 +169,6 @@ class DecoderLayer(nn.Module):
 
     @property
     def operations(self) -> list[Operation]:
-        """All of them, in their order."""
         return [operation for part in self.parts for operation in part.operations]
 
     def forward(self, x_TH: Tensor, run: Pass) -> Tensor:

@@ -18,7 +18,7 @@ matters more than the last bits. A soft cap's three operations are rounded there
 Shapes: T rows, H hidden, V vocabulary, C rows of one chunk.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,10 +66,19 @@ def token_logprobs(
         head_weight_VH when that requires grad.
     """
     assert head is None or (temperature == 1.0 and softcap is None)
-    arguments = (hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head, softcap)
+    call = _Call(temperature, chunk_tokens, head, softcap)
     if hidden_TH.requires_grad and not head_weight_VH.requires_grad and not differentiate_entropy:
-        return _FrozenHead.apply(*arguments)
-    return _TokenLogprobs.apply(*arguments, differentiate_entropy)
+        return _FrozenHead.apply(hidden_TH, head_weight_VH, targets_T, call)
+    return _TokenLogprobs.apply(hidden_TH, head_weight_VH, targets_T, call, differentiate_entropy)
+
+
+class _Call(NamedTuple):
+    """What of token_logprobs' arguments has no gradient."""
+
+    temperature: float
+    chunk_tokens: int
+    head: Head | None
+    softcap: float | None
 
 
 def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -87,24 +96,17 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TH: Tensor,
-        head_weight_VH: Tensor,
-        targets_T: Tensor,
-        temperature: float,
-        chunk_tokens: int,
-        head: Head | None,
-        softcap: float | None,
+        ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, call: _Call
     ) -> tuple[Tensor, Tensor]:
         logprobs_T, entropy_T = torch.empty(2, hidden_TH.shape[0], device=hidden_TH.device).unbind()
         directions_TH = torch.empty_like(hidden_TH)
-        for start in range(0, hidden_TH.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
+        for start in range(0, hidden_TH.shape[0], call.chunk_tokens):
+            rows = slice(start, start + call.chunk_tokens)
             logits_CV, (logprobs_T[rows], normalizers_C, entropy_T[rows]) = _chunk(
-                hidden_TH[rows], head_weight_VH, targets_T[rows], temperature, head, softcap
+                hidden_TH[rows], head_weight_VH, targets_T[rows], call
             )
-            slope_CV, ones_C = _slope(logits_CV, softcap), torch.ones_like(normalizers_C)
-            logits_CV = logits_gradient(logits_CV, targets_T[rows], normalizers_C, ones_C, temperature)
+            slope_CV, ones_C = _slope(logits_CV, call.softcap), torch.ones_like(normalizers_C)
+            logits_CV = logits_gradient(logits_CV, targets_T[rows], normalizers_C, ones_C, call.temperature)
             if slope_CV is not None:
                 logits_CV.mul_(slope_CV)
             torch.mm(logits_CV, head_weight_VH, out=directions_TH[rows])
@@ -117,7 +119,7 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (directions_TH,) = ctx.saved_tensors
         grads_TH = (grad_logprobs_T.float()[:, None] * directions_TH).to(directions_TH.dtype)
-        return grads_TH, None, None, None, None, None, None
+        return grads_TH, None, None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -125,30 +127,20 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TH: Tensor,
-        head_weight_VH: Tensor,
-        targets_T: Tensor,
-        temperature: float,
-        chunk_tokens: int,
-        head: Head | None,
-        softcap: float | None,
-        differentiate_entropy: bool,
+        ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, call: _Call, differentiate_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute the logits of one chunk at a time."""
-        num_rows = hidden_TH.shape[0]
-        logprobs_T = torch.empty(num_rows, dtype=torch.float32, device=hidden_TH.device)
-        log_normalizers_T = torch.empty_like(logprobs_T)
-        entropy_T = torch.empty_like(logprobs_T)
-        for start in range(0, num_rows, chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
+        logprobs_T, log_normalizers_T, entropy_T = torch.empty(
+            3, hidden_TH.shape[0], dtype=torch.float32, device=hidden_TH.device
+        ).unbind()
+        for start in range(0, hidden_TH.shape[0], call.chunk_tokens):
+            rows = slice(start, start + call.chunk_tokens)
             logits_CV, (logprobs_T[rows], log_normalizers_T[rows], entropy_T[rows]) = _chunk(
-                hidden_TH[rows], head_weight_VH, targets_T[rows], temperature, head, softcap
+                hidden_TH[rows], head_weight_VH, targets_T[rows], call
             )
             del logits_CV  # before the next chunk's exist
         kept = [entropy_T] if differentiate_entropy else []
         ctx.save_for_backward(hidden_TH, head_weight_VH, targets_T, log_normalizers_T, *kept)
-        ctx.temperature, ctx.chunk_tokens, ctx.softcap = temperature, chunk_tokens, softcap
+        ctx.call = call
         if not differentiate_entropy:
             ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
@@ -157,20 +149,21 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         """d logprob(target) / d logits = (onehot(target) - p) / temperature, with p recomputed chunk by chunk."""
         hidden_TH, head_weight_VH, targets_T, log_normalizers_T, *kept = ctx.saved_tensors
+        call: _Call = ctx.call
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
         # float32 across chunks: a bfloat16 running sum would drop the small chunks.
         grad_weight_VH = torch.zeros_like(head_weight_VH, dtype=torch.float32) if needs_weight else None
-        for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            logits_CV = soft_capped(hidden_TH[rows] @ head_weight_VH.t(), ctx.softcap)
-            slope_CV = _slope(logits_CV, ctx.softcap)
+        for start in range(0, hidden_TH.shape[0], call.chunk_tokens):
+            rows = slice(start, start + call.chunk_tokens)
+            logits_CV = soft_capped(hidden_TH[rows] @ head_weight_VH.t(), call.softcap)
+            slope_CV = _slope(logits_CV, call.softcap)
             grad_logits_CV = logits_gradient(
                 logits_CV,
                 targets_T[rows],
                 log_normalizers_T[rows],
                 grad_logprobs_T[rows].float(),
-                ctx.temperature,
+                call.temperature,
                 (kept[0][rows], grad_entropy_T[rows].float()) if kept else None,
             )
             del logits_CV
@@ -182,21 +175,16 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight_VH += grad_logits_CV.t() @ hidden_TH[rows]
             del grad_logits_CV
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(head_weight_VH.dtype)
-        return grad_hidden_TH, grad_weight, None, None, None, None, None, None
+        return grad_hidden_TH, grad_weight, None, None, None
 
 
 def _chunk(
-    hidden_CH: Tensor,
-    head_weight_VH: Tensor,
-    targets_C: Tensor,
-    temperature: float,
-    head: Head | None,
-    softcap: float | None,
+    hidden_CH: Tensor, head_weight_VH: Tensor, targets_C: Tensor, call: _Call
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Logits, and their log-probabilities at the targets, log-normalizers and entropies."""
-    if head is None:
-        logits_CV = soft_capped(hidden_CH @ head_weight_VH.t(), softcap)
-        return logits_CV, log_softmax(logits_CV, targets_C, temperature)
-    logits_CV = head.linear(hidden_CH, head_weight_VH)
-    values_C = head.token_logprobs(logits_CV, targets_C)
-    return logits_CV, (values_C, *log_softmax(logits_CV, targets_C, temperature)[1:])
+    if call.head is None:
+        logits_CV = soft_capped(hidden_CH @ head_weight_VH.t(), call.softcap)
+        return logits_CV, log_softmax(logits_CV, targets_C, call.temperature)
+    logits_CV = call.head.linear(hidden_CH, head_weight_VH)
+    values_C = call.head.token_logprobs(logits_CV, targets_C)
+    return logits_CV, (values_C, *log_softmax(logits_CV, targets_C, call.temperature)[1:])

@@ -34,8 +34,6 @@ BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One parameter."""
-
     owner: nn.Module
     name: str
     whole: nn.Parameter
@@ -59,8 +57,6 @@ class _Held:
 
 
 class WholeWeights:
-    """See the module's docstring."""
-
     def __init__(self, places: Iterable[Place], mesh: DeviceMesh) -> None:
         """Cut parameters, which are whole and have no values yet, into rows of the mesh's ranks.
 

@@ -98,7 +98,6 @@ class Router(nn.Module):
         return F.linear(x_TH, weight, None if self.bias is None else self.bias.to(x_TH.dtype))
 
     def _choose(self, scores_TE: Tensor) -> Routing:
-        """The best experts and their weights."""
         if self.moe.score is RouterScore.softmax:
             weights_TK, experts_TK = route(scores_TE, self.moe.top_k, self.moe.norm_topk_prob, self.wide)
             return Routing(self._scaled(weights_TK, experts_TK), experts_TK)
@@ -124,7 +123,6 @@ class Router(nn.Module):
 
     @property
     def factor_of_weights(self) -> float:
-        """What the weights are multiplied by."""
         return 1.0 if self.scales_output else self.moe.scaling_factor
 
     @property

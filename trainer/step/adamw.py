@@ -17,7 +17,7 @@ Invariant: training continues bitwise from state that was read with `tensors` an
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,35 +29,6 @@ from slipstream.trainer.kernels.adamw_update import Codes, adamw_triton
 from slipstream.weight_sync.merging.rounding import dithered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class UpdateRule(Protocol):
-    """AdamW over a fixed list of tensors, none of them empty."""
-
-    def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """One update in place. Gradients have their parameter's shape and dtype."""
-        ...
-
-    def tensors(self) -> list[dict[str, Tensor]]:
-        """Per parameter: the moments, as plain tensors by name."""
-        ...
-
-    def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
-        """Set the moments; the inverse of `tensors`."""
-        ...
-
-
-def make_update_rule(parameters: Sequence[Tensor], config: OptimConfig) -> UpdateRule:
-    """The rule that config.state asks for.
-
-    Raises:
-        TrainerError: torchao is missing.
-    """
-    if config.state is OptimState.host:
-        return HostMoments(parameters, config)
-    if config.state is OptimState.float32 and all(parameter.dtype is torch.float32 for parameter in parameters):
-        return Float32Moments(parameters, config)
-    return ReducedMoments(parameters, config)
 
 
 class Float32Moments:
@@ -80,7 +51,7 @@ class Float32Moments:
         _run(self._adamw, self._parameters, gradients)
 
     def tensors(self) -> list[dict[str, Tensor]]:
-        """See UpdateRule; zeros before the first update."""
+        """Zeros before the first update."""
         state = self._adamw.state
         return [
             {key: state[p][key] if key in state[p] else torch.zeros_like(p) for key in MOMENTS}
@@ -169,7 +140,7 @@ class ReducedMoments:
         )
 
     def tensors(self) -> list[dict[str, Tensor]]:
-        """See UpdateRule. An 8-bit moment is two tensors, its codes and its scales."""
+        """An 8-bit moment is two tensors, its codes and its scales."""
         found: list[dict[str, Tensor]] = []
         for parameter in self._parameters:
             parts: dict[str, Tensor] = {}
@@ -249,6 +220,24 @@ class HostMoments:
             for key in MOMENTS:
                 mine[key].copy_(given[key])
         self._num_updates = num_updates
+
+
+UpdateRule = Float32Moments | ReducedMoments | HostMoments
+"""AdamW over a fixed list of tensors, none of them empty. `step` is one update in place, by gradients of their shapes
+and dtypes; `tensors` gives each one's moments as plain tensors by name, and `load` sets them."""
+
+
+def make_update_rule(parameters: Sequence[Tensor], config: OptimConfig) -> UpdateRule:
+    """The rule that config.state asks for.
+
+    Raises:
+        TrainerError: torchao is missing.
+    """
+    if config.state is OptimState.host:
+        return HostMoments(parameters, config)
+    if config.state is OptimState.float32 and all(parameter.dtype is torch.float32 for parameter in parameters):
+        return Float32Moments(parameters, config)
+    return ReducedMoments(parameters, config)
 
 
 def _run(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

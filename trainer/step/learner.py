@@ -97,7 +97,6 @@ class Learner:
         return tensors
 
     def restore(self, tensors: dict[str, Tensor], progress: dict[str, int]) -> None:
-        """Continue from the state of a checkpoint."""
         for shard in self.shards:
             shard.values.copy_(tensors[f"{shard.name}.value"])
         self._optimizer.load_state_tensors(tensors, progress["num_updates"])

@@ -41,11 +41,9 @@ class PolicyForward:
     loss_of: Loss
     algorithm: AlgorithmConfig
     temperature: float
-    """The temperature of the rollouts' softmax."""
     chunk_tokens: int
     """trainer.logprob_chunk_tokens."""
     mask_log_ratio: float
-    """parity.mask_log_ratio."""
     graphs: DecoderGraphs | None = None
     """Runs the decoder where gradients are wanted; None: it runs itself."""
 

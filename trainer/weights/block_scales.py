@@ -27,7 +27,6 @@ Shapes: R rows, N columns, B blocks along the columns.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,7 +116,10 @@ class BlockScales:
         self._place: dict[str, tuple[_Stack, int, Region]] = {}
         self._device = held[0].base.device if held else torch.device("cpu")
         size = 0
-        for parts in _by_parameter(held):
+        by_parameter: dict[int, list[HeldTensor]] = {}
+        for one in held:
+            by_parameter.setdefault(id(one.parameter), []).append(one)
+        for parts in by_parameter.values():
             size += self._add_stack(parts, size)
         self._flat = torch.zeros(size, dtype=torch.float32, device=self._device)
         """Kept from publish to publish, because prepared kernel arguments hold its address."""
@@ -308,10 +310,3 @@ def dequantized(weight_RN: Tensor, scales: Tensor, region: Region) -> Tensor:
     """
     rows, columns = (torch.arange(a, b) // BLOCK for a, b in zip(region.start, region.stop, strict=True))
     return weight_RN.float().mul_(scales.float()[rows][:, columns])
-
-
-def _by_parameter(held: Sequence[HeldTensor]) -> list[list[HeldTensor]]:
-    groups: dict[int, list[HeldTensor]] = defaultdict(list)
-    for one in held:
-        groups[id(one.parameter)].append(one)
-    return list(groups.values())

@@ -77,7 +77,6 @@ def packed_tensors(decoder: Decoder) -> Iterator[PackedTensor]:
 
 
 def is_packed(decoder: Decoder) -> bool:
-    """Whether this model's experts are packed."""
     return any(isinstance(module, Experts) and module.packed is not None for module in decoder.modules())
 
 

@@ -87,7 +87,7 @@ class LoraDelta:
     """The factors that merge into this rank's rows of one parameter: rows W[i] += scale * B[i] @ A."""
 
     key: str
-    """Name of the parameter A; `gather_lora_a` stores the whole A under this key."""
+    """Name of the parameter A, of `sharded_lora_a` too."""
     a_parameter: nn.Parameter
     """(r, in), or a stack (E, r, in) of which this rank holds all that its rows need."""
     b_parameter: nn.Parameter
@@ -105,7 +105,6 @@ class LoraDelta:
 
     @property
     def rank(self) -> int:
-        """r."""
         return self.b_parameter.shape[-1]
 
     @property

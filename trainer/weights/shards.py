@@ -6,7 +6,7 @@ rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are `mlp.experts.3.gate_proj.weight
 through its whole stack: the first of these is row 3 * 2I. One call merges rows that follow each other (`RowRun`).
 
 Invariant: over all ranks, the regions of one checkpoint tensor are disjoint and cover it, or every rank holds all of it
-(model.shard_decoder.replicated_parameters). No function here communicates, except `gather_lora_a`.
+(model.shard_decoder.replicated_parameters). No function here communicates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +22,7 @@ from slipstream.conf.architecture.moe_spec import CheckpointNames
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router
-from slipstream.trainer.parallel import gather_wholes, local_part
+from slipstream.trainer.parallel import local_part
 from slipstream.trainer.weights.fused_experts import FusedTensor, fused_experts
 from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
 from slipstream.weight_sync.layout import Region
@@ -97,23 +96,8 @@ def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
     return [one for one in held if one.region.num_elements > 0]
 
 
-def sharded_lora_a(decoder: Decoder) -> dict[str, Tensor]:
-    """Memory for the whole of every A that is sharded over ranks, keyed by LoraDelta.key; empty on a single rank."""
-    return {key: local_part(a)[0].new_empty(a.shape) for key, a in _sharded_lora_a(decoder).items()}
-
-
-@torch.no_grad()
-def gather_lora_a(decoder: Decoder, gathered_a: dict[str, Tensor]) -> None:
-    """Gather the present values of A. Collective: all ranks call it at the same point.
-
-    Args:
-        gathered_a: From `sharded_lora_a`.
-    """
-    sharded = _sharded_lora_a(decoder)
-    gather_wholes([sharded[key] for key in gathered_a], list(gathered_a.values()))
-
-
-def _sharded_lora_a(decoder: Decoder) -> dict[str, DTensor]:
+def sharded_lora_a(decoder: Decoder) -> dict[str, DTensor]:
+    """Every A that is sharded over ranks, by LoraDelta.key; none on a single rank."""
     return {
         f"{name}.lora_A": module.lora_A
         for name, module in decoder.named_modules()

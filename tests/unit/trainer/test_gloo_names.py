@@ -10,7 +10,7 @@ from cases.rank_helpers import count, make_rank, make_samples, save_state, spawn
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.conf.schema import TrainMode
-from slipstream.trainer.weights.shards import gather_lora_a, sharded_lora_a
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.weight_sync.publish.collectives import Meeting
 
 SHORT = {
@@ -45,9 +45,9 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
         trainer.states.save_merged(folder / "merged")
         if mode is TrainMode.lora:
             trainer.states.save_adapter(folder / "adapter")
-            factors = sharded_lora_a(trainer.decoder)
-            assert factors
-            gather_lora_a(trainer.decoder, factors)
+            assert isinstance(trainer.delivery.source, TrainerWeightSource)
+            assert trainer.delivery.source.begin(0), "some A are gathered"
+            trainer.delivery.source.end()
         meeting = Meeting(rank, world_size, trainer._control.group)
         meeting.deal(int, int, lambda: (1, [1, 2]))
         meeting.attempts(int, lambda: 1)

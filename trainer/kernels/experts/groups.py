@@ -41,7 +41,6 @@ class RowGroups:
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return self.counts_E.shape[0]
 
     def taken_apart(self) -> tuple[list[Tensor], Callable[..., RowGroups]]:

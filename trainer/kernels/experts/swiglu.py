@@ -46,7 +46,6 @@ class InnerAdapter:
 
     @property
     def rank(self) -> int:
-        """r."""
         return self.a_ERI.shape[1]
 
 

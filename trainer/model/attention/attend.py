@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionBackend(StrEnum):
-    """Kernel of the attention."""
-
     cudnn = "cudnn"
     varlen = "varlen"
     flex = "flex"

@@ -83,7 +83,6 @@ class GatedDeltaNet(Attention):
         return torch.cat([part.flatten(1) for part in qkv], dim=-1), z, b_TGM, a_TGM
 
     def _gated_norm(self, x_TNV: Tensor, z_TNV: Tensor) -> Tensor:
-        """The norm of each head, times its gate."""
         wide, weight = x_TNV.float(), self.norm.weight.to(x_TNV.dtype)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         wide = weight.float() * wide if self.once else (weight * wide.to(x_TNV.dtype)).float()

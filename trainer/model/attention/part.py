@@ -23,7 +23,6 @@ class Attention(nn.Module):
     backend: AttentionBackend | None = None
     """Kernel of the softmax; None: there is none."""
     output_name = "o_proj"
-    """The heads' projection."""
 
     def __init__(self, own: AttentionSpec, build: Build) -> None:
         super().__init__()
@@ -40,7 +39,6 @@ class Attention(nn.Module):
         return self.linear(self.output_name)
 
     def linear(self, name: str) -> Linear:
-        """The projection of this name."""
         linear = self.get_submodule(name)
         assert isinstance(linear, Linear)
         return linear

@@ -20,7 +20,6 @@ from slipstream.conf.schema import DType, OptimConfig, TrainMode
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.loading import CheckpointReader, load_weights
-from slipstream.trainer.weights.shards import gather_lora_a
 from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.merging.rounding import key_of
 from slipstream.weight_sync.pipeline.packing import PackedRead
@@ -241,13 +240,6 @@ def test_a_compiled_load_reads_what_the_parameters_hold_now_wherever_they_are():
         rank.delivery.source.end()
     with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
         fill()
-
-
-def test_an_a_that_is_not_gathered_anew_is_refused():
-    """A layer that FSDP2 has whole shows no shard of it; what was gathered before is of another version."""
-    a = torch.zeros(4, 64)
-    with pytest.raises(KeyError, match="q_proj"):
-        gather_lora_a(make_rank().decoder, {"model.layers.0.self_attn.q_proj.lora_A": a})
 
 
 class RememberingTransport(MemoryTransport):
