@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from slipstream.trainer.errors import LayoutError
-from slipstream.trainer.moe.expert_placement import expert_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,6 @@ class ParallelLayout:
     def ep_rank(self) -> int:
         """Position in the ep group."""
         return self.rank % self.ep_size
-
-    def expert_shares(self, num_experts: int, layer: int) -> list[range]:
-        """The experts of every ep_rank in a layer."""
-        return expert_shares(num_experts, self.ep_size, layer)
 
     def most_of_ep_group(self, value: int) -> int:
         """The largest value of the ep group's ranks. Collective; the host waits for the device."""

@@ -8,7 +8,7 @@ Owns: a decoder on one device, outside of a run. Does not own: sampling, compari
 optimizer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -97,9 +97,6 @@ class Scorer:
         """[N]: log-probabilities as in `logprobs`, of packed sequences whose final hidden states are given."""
         tokens_T, positions_T, _ = self._packed(sequences)
         return self._head(hidden_TH, tokens_T, positions_T)[0]
-
-    def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def _recorded(self, routes: Sequence[tuple[np.ndarray, np.ndarray]]) -> RecordedRoutes:
         """Routes of packed sequences; the last token of each has none."""

@@ -209,7 +209,7 @@ def compare_layers(
     """
     sequences = [one.token_ids for one in recorded]
     operations = scorer.operations(sequences)
-    given = scorer.to_device(activations)
+    given = {name: tensor.to(scorer.device) for name, tensor in activations.items()}
     given["token_ids"] = torch.tensor([token for one in sequences for token in one], device=scorer.device)
     isolated = Count(len(operations))
     with telling(say, "trainer: each operation on the engine's inputs", lambda: str(isolated)):

@@ -10,13 +10,10 @@ adapter_source.py), the protocol (publisher.py), or the version (learner.py). In
 adapter mode share one watermark, so one holds memory at a time.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import SyncMode, WeightSyncConfig
@@ -27,14 +24,13 @@ from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.weights.packed_experts import is_packed
 from slipstream.trainer.weights.quantization import BlockFp8
+from slipstream.weight_sync.disk.kept_source import KeptSource
 from slipstream.weight_sync.errors import ReplicaError
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.merging.factors import Merge
-
-if TYPE_CHECKING:
-    from slipstream.weight_sync.publish.publisher import Publisher
-    from slipstream.weight_sync.publish.report import PublishReport
-    from slipstream.weight_sync.transport.base import Transport
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -170,16 +166,13 @@ class Delivery:
         logger.info("base weights sent: %d bytes in %.2f s", report.num_bytes, report.total_s)
 
     def _open_link(self) -> Transport:
-        from slipstream.weight_sync.transport.mooncake import MooncakeTransport
+        from slipstream.weight_sync.transport.mooncake import MooncakeTransport  # fine-tuning needs no Mooncake
 
         return MooncakeTransport(
             self._config.transport, device=self._device.type, host=self._host, timeout_s=self._config.timeout_s
         )
 
     def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
-        from slipstream.weight_sync.disk.kept_source import KeptSource
-        from slipstream.weight_sync.publish.publisher import Publisher
-
         config, device = self._config, self._device
         is_kept = config.delta_bytes > 0 and isinstance(source, TrainerWeightSource) and not source.has_adapters
         return Publisher(

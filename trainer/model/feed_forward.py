@@ -19,6 +19,7 @@ from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.dense_mlp import DenseMlp
 from slipstream.trainer.model.operations import KEEP_GATE_UP, ROUTES, Operation, norm_of
 from slipstream.trainer.moe.block import MoeBlock
+from slipstream.trainer.moe.expert_placement import expert_shares
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router
 
@@ -83,17 +84,18 @@ def _dense(mlp: DenseMlp, normed: str) -> FeedForward:
 def _routed(block: MoeBlock, normed: str, routed_by: str) -> FeedForward:
     """Args: names of what experts read, and of what the router reads."""
     chosen, reads = (WEIGHTS, IDS, FLIPPED), (normed, WEIGHTS, IDS, KEEP_GATE_UP)
+    owners = [block.gate, *block.shared]
     first = [Operation("mlp.gate", (routed_by, ROUTES), chosen, lambda at, *x: at.by.route(block, *x))]
     last = [Operation(ROUTED, reads, (ROUTED,), lambda at, *x: (at.by.experts(block, *x, at),))]
     if not block.shared:
-        return FeedForward(first, block.owners_of_routing, last, [ROUTED], block)
+        return FeedForward(first, owners, last, [ROUTED], block)
     first.append(Operation(SHARED, (normed,), (SHARED,), lambda at, x: (at.by.shared_experts(block, x),)))
-    return FeedForward(first, block.owners_of_routing, last, [ROUTED, SHARED], block)
+    return FeedForward(first, owners, last, [ROUTED, SHARED], block)
 
 
 def _moe_block(build: Build, moe: MoeSpec, number: int) -> MoeBlock:
     hidden_size, layout = build.spec.hidden_size, build.layout
-    shares = layout.expert_shares(moe.num_experts, number)
+    shares = expert_shares(moe.num_experts, layout.ep_size, number)
     own = shares[layout.ep_rank]
     experts = Experts(
         hidden_size=hidden_size,

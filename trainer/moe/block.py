@@ -46,11 +46,6 @@ class MoeBlock(nn.Module):
             self.add_module(name, module)
 
     @property
-    def owners_of_routing(self) -> list[nn.Module]:
-        """Modules whose parameters are read before the routed experts."""
-        return [self.gate, *self.shared]
-
-    @property
     def shared(self) -> list[Any]:
         """The feed-forward that every token passes, and its gate; none of the two, or the first alone."""
         return [self.get_submodule(name) for name in self._shared_names]

@@ -27,7 +27,8 @@ class Learner:
         self.policy_version = 0
         self._rank, self._device = decoder.layout.rank, decoder.layout.device
         self._local_loss = 0.0
-        self._is_changed = False
+        self.is_in_a_step = False
+        """Whether an update was applied that no version counts yet."""
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self.shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]
         group = dist.group.WORLD if decoder.layout.world_size > 1 else None
@@ -39,11 +40,6 @@ class Learner:
     def progress(self) -> dict[str, int]:
         """The counters in a checkpoint."""
         return {"policy_version": self.policy_version, "num_updates": self._optimizer.num_updates}
-
-    @property
-    def is_in_a_step(self) -> bool:
-        """Whether an update was applied that no version counts yet."""
-        return self._is_changed
 
     @property
     def num_bytes(self) -> int:
@@ -71,8 +67,8 @@ class Learner:
         gradients = [None if p.grad is None else sharded_rows(name, p.grad) for name, p in self._trainable]
         result = self._optimizer.step(gradients, self._local_loss)
         self.drop_gradients()
-        self._is_changed = self._is_changed or result.is_finite
-        if ends_version and self._is_changed:
+        self.is_in_a_step = self.is_in_a_step or result.is_finite
+        if ends_version and self.is_in_a_step:
             self._begin_version(self.policy_version + 1)
         if not result.is_finite:
             logger.warning(
@@ -108,5 +104,5 @@ class Learner:
 
     def _begin_version(self, version: int) -> None:
         """The schedule's place follows from the version: the run may have been resumed with other updates a step."""
-        self.policy_version, self._is_changed = version, False
+        self.policy_version, self.is_in_a_step = version, False
         self._optimizer.place = version * self._updates_per_step

@@ -161,6 +161,11 @@ class Microbatch:
         return max((one.num_tokens for one in self.extents), default=None)
 
 
+_ZERO = np.zeros(1, np.float32)
+UNCOUNTED = Sample(np.zeros(1, np.int32), np.zeros(1, np.bool_), _ZERO, _ZERO, oldest_version=0)
+"""One token that does not count."""
+
+
 def extent_of(samples: Sequence[Sample]) -> Extent:
     """The size of the microbatch that collate() makes."""
     lengths = [sample.num_tokens for sample in samples] or [1]
@@ -184,14 +189,7 @@ def collate(samples: Sequence[Sample], policy_version: int, extents: tuple[Exten
     """
     for index, sample in enumerate(samples):
         _check_sample(index, sample, policy_version)
-    if not samples:
-        floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
-        one = np.zeros(1, np.int64)
-        return Microbatch(
-            one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints, ints, ints,
-            extents=extents,
-        )  # fmt: skip
-
+    samples = samples or [UNCOUNTED]
     cu_seqlens = np.cumsum([0] + [sample.num_tokens for sample in samples])
     counted = [np.flatnonzero(sample.loss_mask) for sample in samples]
     num_counted = np.array([len(rows) for rows in counted], np.int64)

@@ -63,9 +63,6 @@ def add_low_rank_torch(
         low_SR: [S, r], or None.
         p_ENR: one (N, r) factor per expert, any float dtype and strides, taken in low's dtype; None with low.
         bias_EN: one vector per expert, or None.
-
-    Returns:
-        rows_SN.
     """
     wide = torch.promote_types(rows_SN.dtype, torch.float32)
     out_SN = rows_SN.to(wide, copy=True)
