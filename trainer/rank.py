@@ -162,10 +162,7 @@ class TrainerRank:
             decoder=decoder,
             reference=reference,
             loss_of=LOSSES[options.algorithm.objective],
-            algorithm=options.algorithm,
-            temperature=options.temperature,
-            chunk_tokens=trainer.logprob_chunk_tokens(decoder.spec.vocab_size),
-            mask_log_ratio=options.parity.mask_log_ratio,
+            options=options,
             graphs=graphs,
         )
 

@@ -26,7 +26,7 @@ from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
 from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
-from slipstream.trainer.model.dense_mlp import DenseMlp
+from slipstream.trainer.model.feed_forward import DenseMlp
 from slipstream.trainer.model.forward import Forward, KeepGateUp, Place
 from slipstream.trainer.model.logprobs import Head
 from slipstream.trainer.model.norm import RMSNorm

@@ -15,8 +15,8 @@ from torch import nn
 
 from slipstream.conf.architecture.moe_spec import BESIDE_DENSE, NORMS_BESIDE_DENSE, MoeSpec
 from slipstream.conf.schema import Rounding
+from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.build import Build
-from slipstream.trainer.model.dense_mlp import DenseMlp
 from slipstream.trainer.model.operations import KEEP_GATE_UP, ROUTES, Operation, norm_of
 from slipstream.trainer.moe.block import MoeBlock
 from slipstream.trainer.moe.expert_placement import expert_shares
@@ -25,6 +25,18 @@ from slipstream.trainer.moe.router import Router
 
 WEIGHTS, IDS, FLIPPED = "mlp.topk_weights", "mlp.topk_ids", "mlp.num_flipped"
 ROUTED, SHARED, FED = "mlp.experts", "mlp.shared_experts", "mlp"
+
+
+class DenseMlp(nn.Module):
+    """A SwiGLU (arXiv:2002.05202) or GELU for all tokens, [T, H] -> [T, H]."""
+
+    def __init__(self, build: Build, width: int) -> None:
+        super().__init__()
+        hidden, lora = build.spec.hidden_size, None if build.lora is None else build.lora.for_mlp
+        self.gate_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=lora)
+        self.up_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=lora)
+        self.down_proj = Linear(width, hidden, weight_dtype=build.weight_dtype, lora=lora)
+        self.activates_once, self.has_gelu = build.numerics.dense_activation is Rounding.once, build.spec.has_gelu
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from slipstream.trainer.model.attention.attend import attend
 from slipstream.trainer.model.attention.engine_attention import EngineKernel
 from slipstream.trainer.model.attention.flash_attention import AttentionCall, KeptAttention
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
-from slipstream.trainer.model.dense_mlp import DenseMlp
+from slipstream.trainer.model.feed_forward import DenseMlp
 from slipstream.trainer.model.logprobs import Head
 from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.packed_sequences import PackedSequences

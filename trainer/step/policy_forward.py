@@ -23,6 +23,7 @@ from slipstream.trainer.model.graphs import DecoderGraphs
 from slipstream.trainer.model.logprobs import token_logprobs
 from slipstream.trainer.model.reference import ReferencePolicy
 from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import on_device
 from slipstream.trainer.step.kl import kl_estimates
 from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
@@ -39,11 +40,7 @@ class PolicyForward:
     reference: ReferencePolicy | None
     """None: the loss needs none."""
     loss_of: Loss
-    algorithm: AlgorithmConfig
-    temperature: float
-    chunk_tokens: int
-    """trainer.logprob_chunk_tokens."""
-    mask_log_ratio: float
+    options: TrainerOptions
     graphs: DecoderGraphs | None = None
     """Runs the decoder where gradients are wanted; None: it runs itself."""
 
@@ -66,7 +63,8 @@ class PolicyForward:
             old_logprobs_N=None if micro.old_logprobs is None else self._to_device(micro.old_logprobs),
             ref_logprobs_N=ref_logprobs_N,
         )
-        part = self.loss_of(logprobs_N, entropy_N, tokens, self.algorithm, denominators, self.mask_log_ratio)
+        algorithm, mask_log_ratio = self.options.algorithm, self.options.parity.mask_log_ratio
+        part = self.loss_of(logprobs_N, entropy_N, tokens, algorithm, denominators, mask_log_ratio)
         if cut is not None and cut.cp_rank:
             part = part.uncounted()
         if routes is not None:
@@ -81,9 +79,9 @@ class PolicyForward:
         ref_logprobs_N = None if self.reference is None else self._reference_logprobs(micro, self.reference)
         cut = self._cut(micro)
         logprobs_N, _ = self._logprobs(micro, cut, self._routes(micro, cut))
-        kl_N = None
-        if ref_logprobs_N is not None and self.algorithm.penalizes_rewards:
-            kl_N = kl_estimates(logprobs_N, ref_logprobs_N, self.algorithm.kl_estimator)
+        kl_N, algorithm = None, self.options.algorithm
+        if ref_logprobs_N is not None and algorithm.penalizes_rewards:
+            kl_N = kl_estimates(logprobs_N, ref_logprobs_N, algorithm.kl_estimator)
         counts = [sample.num_valid_tokens for sample in samples]
 
         def split(values_N: Tensor | None) -> list[Any]:
@@ -131,11 +129,11 @@ class PolicyForward:
                 rows_NH,
                 weight_VH,
                 targets_N,
-                temperature=self.temperature,
-                chunk_tokens=self.chunk_tokens,
+                temperature=self.options.temperature,
+                chunk_tokens=self.options.trainer.logprob_chunk_tokens(self.decoder.spec.vocab_size),
                 head=self.decoder.by.head,
                 softcap=self.decoder.spec.logit_softcap,
-                differentiate_entropy=self.algorithm.entropy_coef != 0,
+                differentiate_entropy=self.options.algorithm.entropy_coef != 0,
             ),
             hidden_TH.index_select(0, rows_N),
         )

@@ -18,7 +18,7 @@ from slipstream.trainer.kernels.experts.swiglu import activate
 from slipstream.trainer.kernels.residual import residual_sum
 from slipstream.trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
 from slipstream.trainer.lora import Linear
-from slipstream.trainer.model.dense_mlp import DenseMlp
+from slipstream.trainer.model.feed_forward import DenseMlp
 from slipstream.trainer.model.forward import Forward
 
 EPS = 1e-6

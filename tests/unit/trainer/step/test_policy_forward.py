@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.rank_helpers import make_rank
 from torch import Tensor
 
-from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
+from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace, ParityConfig
 from slipstream.trainer.parallel import ParallelLayout
 from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
 from slipstream.trainer.step.microbatches import collate
@@ -33,7 +34,7 @@ class Played:
     def __init__(self) -> None:
         self.order: list[str] = []
         self.layout = ParallelLayout.single("cpu")
-        self.spec = SimpleNamespace(logit_softcap=None)
+        self.spec = SimpleNamespace(logit_softcap=None, vocab_size=10)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, routes: Any, *, by: Any, most_tokens: int | None
@@ -57,11 +58,10 @@ def forward_of(played: Played, seen: list[Any], *, has_reference: bool, **algori
         seen.append(given)
         return PolicyLoss(given[0].sum(), {})
 
-    options: Any = AlgorithmConfig(**algorithm)
+    parity = ParityConfig(mask_log_ratio=2.5)
+    options = make_rank(algorithm=AlgorithmConfig(**algorithm), parity=parity, is_loaded=False)._options
     decoder: Any = played
-    return PolicyForward(
-        decoder, decoder if has_reference else None, loss_of, options, 1.0, 8, 2.5,
-    )  # fmt: skip
+    return PolicyForward(decoder, decoder if has_reference else None, loss_of, options)
 
 
 DENOMINATORS = Denominators(num_valid_tokens=3, num_sequences=2, policy_version=5)
@@ -84,7 +84,7 @@ def test_a_loss_is_given_each_counted_token_and_the_reference_runs_first() -> No
     ((logprobs, entropy, tokens, algorithm, denominators, mask_log_ratio),) = seen
     assert logprobs.tolist() == before.tolist() == [-7, -8, -4] and not before.requires_grad
     assert entropy.tolist() == [-3.5, -4, -2]
-    assert (algorithm, denominators, mask_log_ratio) == (forward.algorithm, DENOMINATORS, 2.5)
+    assert (algorithm, denominators, mask_log_ratio) == (forward.options.algorithm, DENOMINATORS, 2.5)
     assert isinstance(tokens, CountedTokens) and tokens.old_logprobs_N is None and tokens.ref_logprobs_N is not None
     assert tokens.ref_logprobs_N.tolist() == [-17, -18, -14]
     assert tokens.rollout_logprobs_N.tolist() == pytest.approx([-0.8, -0.9, -0.5])
