@@ -42,8 +42,3 @@ class TrainerOptions:
     def temperature(self) -> float:
         """The temperature of the softmax whose log-probabilities are trained on. Fine-tuning has none, and uses 1."""
         return self.sampling_temperature if self.algorithm.objective is Objective.policy else 1.0
-
-    @property
-    def rounding_seed(self) -> int | None:
-        """WeightSyncConfig.rounding_seed."""
-        return self.weight_sync.rounding_seed(self.seed)

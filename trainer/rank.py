@@ -109,7 +109,7 @@ class TrainerRank:
         times.append(time.perf_counter())
         decoder = build_decoder(
             spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout,
-            rounding_seed=options.rounding_seed, by=by, may_be_whole=True,
+            rounding_seed=options.weight_sync.rounding_seed(options.seed), by=by, may_be_whole=True,
         )  # fmt: skip
         times.append(time.perf_counter())
         reader = open_reader(options.model, spec, seed=options.seed, device=self._device)
@@ -169,8 +169,8 @@ class TrainerRank:
     def _delivery_of(self, decoder: Decoder) -> Delivery:
         options, merges = self._options, ()
         if options.weight_sync.remote_merge is not RemoteMerge.none:
-            dtype = options.model.dtype.value
-            merges = planned_merges(decoder.spec, dtype, options.trainer, options.rounding_seed)
+            seed = options.weight_sync.rounding_seed(options.seed)
+            merges = planned_merges(decoder.spec, options.model.dtype.value, options.trainer, seed)
         return Delivery(
             decoder, self._control, options.weight_sync, BlockFp8.from_hf_config(options.hf_config),
             key=options.sync_key, host=self._host, merges=merges,

@@ -49,7 +49,6 @@ def write_rank_state(
         folder: made if missing.
         tensors: name -> tensor on the host; nobody changes them meanwhile.
         layout: JSON facts that a reader must match exactly.
-        progress: counters, e.g. {"policy_version": 12}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, meta = _paths(folder, rank)

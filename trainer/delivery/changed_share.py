@@ -33,7 +33,6 @@ class ChangedShare:
     """See the module's docstring.
 
     Args:
-        held: All that this rank holds.
         dtypes: Tensor -> the format in which engines get it.
     """
 

@@ -39,8 +39,6 @@ class Delivery:
     """See the module's docstring.
 
     Args:
-        quantization: The format that engines want projections in; None: the decoder's own.
-        key: Signs the control messages of a publish.
         host: Address at which engines' links reach this rank.
         merges: Of the whole model, if engines merge for themselves (weight_sync.remote_merge).
     """

@@ -27,7 +27,6 @@ class UpdateProbe:
     """See the module's docstring.
 
     Args:
-        held: What this rank holds of adapted matrices.
         added: (matrix, region) -> what engines get beyond the base; the region lies in one row of blocks.
     """
 

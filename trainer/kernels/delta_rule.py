@@ -19,16 +19,13 @@ L2_EPS = 1e-6
 
 
 def gated_delta_rule(q_BNLK: Tensor, k_BNLK: Tensor, v_BNLV: Tensor, decay_BNL: Tensor, beta_BNL: Tensor) -> Tensor:
-    """What every token reads from the state, which is 0 before each sequence. Tokens after a sequence's end change none
-    before them.
+    """What every token reads from the state, which is 0 before each sequence: [B, N, L, V], float32. Tokens after a
+    sequence's end change none before them.
 
     Args:
         q_BNLK, k_BNLK: queries and keys before they are normed.
         decay_BNL: g, log of the decay, at most 0.
         beta_BNL: how much of the value is written, 0 to 1.
-
-    Returns:
-        [B, N, L, V], float32.
     """
     length = q_BNLK.shape[2]
     added = -length % CHUNK

@@ -24,7 +24,6 @@ def log_softmax_torch(logits_CV: Tensor, targets_C: Tensor, temperature: float) 
 
     Args:
         logits_CV: contiguous.
-        targets_C: int64 columns.
     """
     work_CV = logits_CV.to(torch.float32, copy=True).div_(temperature)
     max_C = work_CV.amax(dim=-1)

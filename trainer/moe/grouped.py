@@ -86,7 +86,6 @@ def grouped_product(
     Args:
         x_SK: rows sorted by expert, contiguous.
         matrices_EKN: in x's dtype; a transposed view is fine.
-        backend: from `choose_grouped_backend`.
         low_SR, p_ENR: an adapter's second factor; see trainer.kernels.experts.low_rank.
         bias_EN: one contiguous vector per expert.
         weights_S: one factor per row, of backend triton alone.

@@ -63,8 +63,6 @@ def importance_weights(
 
     Args:
         log_ratio_N: log pi - log mu, within +-LOG_RATIO_BOUND, without a graph.
-        sequence_lengths_N: int64; counted tokens of the token's sequence.
-        sequence_index_N: int64; number of the token's sequence in the microbatch, from 0.
         mask_log_ratio: parity.mask_log_ratio; also tokens with a larger |log-ratio| get a weight of 0. 0: none.
     """
     low, high = algorithm.correction_bounds

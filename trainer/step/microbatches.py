@@ -181,7 +181,6 @@ def collate(samples: Sequence[Sample], policy_version: int, extents: tuple[Exten
         samples: members of one microbatch. Without samples, the microbatch is a single token 0 that does not count, so
             that every collective of a step still runs.
         policy_version: the version about to be trained.
-        extents: of every rank's microbatch.
 
     Raises:
         ValueError: arrays of unequal length, a first token that counts (nothing precedes it), or a sample from

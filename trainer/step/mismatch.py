@@ -44,8 +44,6 @@ def measure_mismatch(
         log_ratio_N: log pi - log mu, bounded; no gradient flows through it.
         trainer_logprobs_N: log pi.
         rollout_logprobs_N: log mu.
-        staleness_N: int64; steps.
-        positions_N: int64; position in the response, from 0.
 
     Returns:
         Values per token, to be added up; values per token, to have their maximum taken; vectors of sums over tokens.

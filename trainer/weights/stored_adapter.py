@@ -225,9 +225,6 @@ def _plain(number: float) -> float:
 def check_adapter_fits(stored: StoredAdapter, spec: ModelSpec, lora: LoraConfig, subject: str) -> int:
     """Check that a run of these options computes what the adapter does.
 
-    Args:
-        subject: The option or flag that names the folder.
-
     Returns:
         Matrices that the run adapts and the adapter has no factors for; they start at zero.
 
