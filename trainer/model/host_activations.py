@@ -46,17 +46,13 @@ class HostPool:
         self.copies = self.streams.Stream()
         self.room_bytes = room_bytes
         self._is_pinned = device.type == "cuda"
-        self._free: list[Tensor] = []
+        self.free: list[Tensor] = []
 
     def chunk(self) -> Tensor:
         """Give a chunk of host memory, of CHUNK_BYTES, that nobody uses."""
-        if self._free:
-            return self._free.pop()
+        if self.free:
+            return self.free.pop()
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
-
-    def give_back(self, chunks: list[Tensor]) -> None:
-        """Take chunks back, for another pass to use."""
-        self._free += chunks
 
 
 class HostStack:
@@ -66,7 +62,7 @@ class HostStack:
         self.pool = pool
         self._chunks: list[Tensor] = []
         self.num_bytes = 0
-        weakref.finalize(self, pool.give_back, self._chunks)
+        weakref.finalize(self, pool.free.extend, self._chunks)
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Pieces, uint8, that have so many bytes together."""
