@@ -101,8 +101,9 @@ class TrainerWeightSource:
                     raise LayoutError(f"{held.tensor} is a fused stack of experts, which cannot be published in FP8")
                 quantized.append(held)
             if held.delta is not None and not held.base.is_cuda:  # its kernel needs none
-                scratch = marking_scratch_bytes(held.num_columns) if keeps_last else 0
-                merge_bytes = max(merge_bytes, merge_scratch_bytes(held.num_columns, held.delta.rank) + scratch)
+                num_columns = held.base.shape[-1]
+                scratch = marking_scratch_bytes(num_columns) if keeps_last else 0
+                merge_bytes = max(merge_bytes, merge_scratch_bytes(num_columns, held.delta.rank) + scratch)
         self._scales = BlockScales(quantized, shapes) if shapes else None
         if self._scales is not None:
             shards.extend(self._scales.shards())

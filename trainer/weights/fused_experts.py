@@ -86,11 +86,6 @@ class FusedTensor:
     """As gpt-oss; else as the trainer."""
 
     @property
-    def num_columns(self) -> int:
-        """Elements of a row of the parameter."""
-        return self.region.shape[1 if self.is_turned else -1]
-
-    @property
     def base(self) -> Tensor:
         """Live values, in the trainer's layout."""
         return local_rows(self.parameter)

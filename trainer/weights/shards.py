@@ -50,11 +50,6 @@ class HeldTensor:
     """None if nothing merges into this tensor."""
 
     @property
-    def num_columns(self) -> int:
-        """Elements of a row of the parameter."""
-        return self.region.shape[1]
-
-    @property
     def base(self) -> Tensor:
         """Live values, of shape region.shape: the frozen base (LoRA) or the float32 weight (full training)."""
         rows = local_rows(self.parameter)[self.first_row : self.first_row + self.region.shape[0]]
