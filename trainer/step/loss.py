@@ -121,7 +121,8 @@ def policy_loss(
     policy = (weights.weight_N * losses.loss_N * share_N).sum()
     loss, ref_k3_N = policy, torch.zeros_like(log_ratio_N)
     if algorithm.kl_coef > 0:
-        assert tokens.ref_logprobs_N is not None, "AlgorithmConfig.needs_reference"
+        if tokens.ref_logprobs_N is None:
+            raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the reference policy's log-probabilities")
         kl_N = kl_estimates(logprobs_N, tokens.ref_logprobs_N, algorithm.kl_estimator)
         ref_k3_N = kl_estimates(logprobs_N.detach(), tokens.ref_logprobs_N, KlEstimator.k3)
         if algorithm.kl_in is KlPlace.loss:

@@ -32,7 +32,8 @@ def dpo_loss(
 ) -> PolicyLoss:
     """The loss of the module docstring, summed over the microbatch's pairs and divided by the batch's number of pairs.
     Sums are float64. Arguments as in policy_loss."""
-    assert tokens.ref_logprobs_N is not None, "AlgorithmConfig.needs_reference"
+    if tokens.ref_logprobs_N is None:
+        raise ValueError("algorithm.objective=dpo needs the reference policy's log-probabilities")
     pair_N = tokens.sequence_index_N // 2
     is_chosen_N = tokens.sequence_index_N % 2 == 0
     reward_N = algorithm.dpo_beta * (logprobs_N - tokens.ref_logprobs_N).double()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from slipstream.conf.schema import OptimConfig, OptimState
-from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.step.optim import ShardedAdamW, TrainableShard, learning_rate
 
 CPU = torch.device("cpu")
@@ -183,11 +182,6 @@ def test_empty_shards_and_state_before_the_first_update():
     optimizer = make(OptimConfig(), torch.zeros(0, 4))
     assert optimizer.step([torch.zeros(0, 4)], 0.0).is_finite
     assert optimizer.state_tensors() == {}
-
-
-def test_host_moments_refuse_bfloat16_parameters():
-    with pytest.raises(TrainerError, match=r"trainer\.lora\.dtype=float32"):
-        make(OptimConfig(state=OptimState.host), torch.zeros(2, dtype=torch.bfloat16))
 
 
 def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
