@@ -189,6 +189,7 @@ CASES = [
     ("trainer.gate_up_kept=0.5 trainer.activations=keep", "trainer.gate_up_kept has no effect with trainer.activations=keep, with which every layer keeps"),
     ("model=tiny_qwen3 trainer.ep_size=1 trainer.gate_up_kept=0.5 trainer.activations=recompute", "trainer.gate_up_kept has no effect with model_type=qwen3, which has no experts"),
     ("trainer.embedding_on_host=true trainer.num_ranks=2", "trainer.embedding_on_host=true needs"),
+    ("trainer.optim.state=host trainer.lora.dtype=bfloat16", "trainer.optim.state=host needs trainer.lora.dtype=float32"),
     ("trainer.embedding_on_host=true trainer.mode=full", "trainer.embedding_on_host=true needs"),
     ("algorithm.group_size=1", "algorithm.group_size must be >= 2, got 1"),
     (DISTILL + " algorithm.group_size=0", "algorithm.group_size must be >= 1, got 0"),
