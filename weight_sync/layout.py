@@ -142,10 +142,6 @@ class DestLayout:
     """A tuple of loads, or a `columns.LoadTable`, which equals the tuple of the loads that it holds."""
     fills: tuple[Fill, ...] = ()
 
-    def __hash__(self) -> int:
-        """Equal layouts have equal hashes, whichever form their loads have."""
-        return hash((self.rank, self.params, len(self.loads), self.fills))
-
     def written_ranges(self) -> dict[str, list[tuple[int, int]]]:
         """Parameter -> (start, size) of the byte ranges that a publish writes: all except declared fills.
 

@@ -37,9 +37,6 @@ class Sent(Generic[Layout]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sent) and self.layout == typing.cast(Any, other).layout
 
-    def __hash__(self) -> int:
-        return hash(self.layout)
-
 
 def unpack(cls: type[T], data: bytes | msgspec.Raw) -> T:
     """Inverse of pack, for a known type, e.g. unpack(EngineRank, data). Raises ProtocolError if it does not fit."""

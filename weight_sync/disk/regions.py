@@ -5,6 +5,7 @@ of more than a language model gives to its tensors (language_model.py).
 """
 
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 
 import torch
@@ -45,9 +46,7 @@ class RegionReader:
             size = stored.path.stat().st_size
             self._files[stored.path] = torch.from_file(str(stored.path), shared=False, size=size, dtype=torch.uint8)
         dtype = DTYPES[stored.dtype]
-        num_bytes = DTYPE_BYTES[dtype]
-        for length in stored.shape:
-            num_bytes *= length
+        num_bytes = prod(stored.shape) * DTYPE_BYTES[dtype]
         held = self._files[stored.path][stored.offset : stored.offset + num_bytes]
         if stored.offset % DTYPE_BYTES[dtype]:  # headers need not end at a multiple of it
             held = held.clone()

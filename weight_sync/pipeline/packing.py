@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -105,9 +106,7 @@ def compile_reads(source: WeightSource, reads: Sequence[PackedRead]) -> Compiled
 
 def view_as(slot: Tensor, offset_bytes: int, dtype: str, shape: Sequence[int]) -> Tensor:
     """A row-major block of a slot."""
-    num_bytes = DTYPE_BYTES[dtype]
-    for size in shape:
-        num_bytes *= size
+    num_bytes = prod(shape) * DTYPE_BYTES[dtype]
     return slot[offset_bytes : offset_bytes + num_bytes].view(getattr(torch, dtype)).view(shape)
 
 

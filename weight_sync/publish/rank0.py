@@ -29,7 +29,7 @@ from slipstream.weight_sync.publish.transaction import Alive, Transaction
 from slipstream.weight_sync.replica.clients import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import flags_of, held_digest
-from slipstream.weight_sync.replica.messages import Described, Expected, ReplicaVerbs, addresses_digest
+from slipstream.weight_sync.replica.messages import Described, Expected, PublishId, ReplicaVerbs, addresses_digest
 from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)
@@ -206,9 +206,7 @@ class Rank0:
             book,
             endpoints,
             included,
-            version=version,
-            epoch=self._epoch,
-            digest=digest,
+            PublishId(self._clients.publisher, version, self._epoch, digest),
             timeout_s=self._config.timeout_s,
             held=self._bases.held,
             failed=failed,

@@ -64,7 +64,6 @@ class Transaction:
 
     Args:
         included: Replicas that take part, by their position.
-        version, epoch, digest: Name the publish.
         timeout_s: A replica's deadline.
         held: Per engine rank that committed the last publish: the held_digest of it.
         failed: Replicas that could not be sent changes ahead, and why. They are not asked.
@@ -77,10 +76,8 @@ class Transaction:
         book: AddressBook,
         endpoints: Sequence[str],
         included: Collection[int],
+        publish: PublishId,
         *,
-        version: int,
-        epoch: int,
-        digest: str,
         timeout_s: float,
         held: Mapping[Destination, str],
         failed: Mapping[int, str],
@@ -94,7 +91,7 @@ class Transaction:
         self._ahead_s = ahead_s
         self._clients = clients
         self._book = book
-        self._publish = PublishId(clients.publisher, version, epoch, digest)
+        self._publish = publish
         self._timeout_s = timeout_s
         self._began = time.monotonic()
         self._begin_s = 0.0

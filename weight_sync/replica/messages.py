@@ -1,14 +1,7 @@
 """What a publisher asks of a replica, declared once: endpoint.py serves it, clients.py asks many replicas at once.
 
-Owns the verbs and their messages. Does not own how calls travel (weight_sync/calls), or what a verb does
-(`receiver.py`).
-
-    Publisher (rank 0)                        ReplicaEndpoint
-      describe  ------------------------------->  layout and binding of every engine rank
-      begin     ------------------------------->  the engine stands still, ranks are DIRTY; returns where to write
-         ... one-sided writes ...
-      commit    ------------------------------->  every rank proves its bytes; then serve them
-      abort     ------------------------------->  stay DIRTY
+Owns the verbs and their messages. Does not own their order (endpoint.py draws it), how calls travel
+(weight_sync/calls), or what a verb does (`receiver.py`).
 """
 
 from __future__ import annotations

@@ -83,13 +83,11 @@ class Setup:
             self.book,
             ["tcp://a", "tcp://b", "tcp://c"],
             included,
+            PublishId(self.clients.publisher, 7, 3, "plan"),
             timeout_s=timeout_s,
             held=held,
             failed=failed,
             ahead_s=0.0625,
-            version=7,
-            epoch=3,
-            digest="plan",
         )
 
     def begin(self) -> Alive:
