@@ -50,6 +50,7 @@ class FolderChatText:
         self._turns = TurnCheck(self._template)
         self._tokenizer = load_tokenizer(folder)
         self.stop_texts: Mapping[int, str] = {token: self.decode([token]) for token in stop_token_ids}
+        """Tokens that end a turn, with their texts."""
         self._specials = sorted(
             {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special},
             key=len,
@@ -65,7 +66,8 @@ class FolderChatText:
     def render(
         self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping], options: JsonMapping | None = None
     ) -> str:
-        """The template's text, and what precedes an answer. `options`: further variables of the template."""
+        """The template's text, and what precedes an answer. `options`: further variables of the template. Raises what
+        the template raises."""
         return self._template.render(messages, is_open=True, tools=tools, options=options)
 
     def check(self, chat: Chat) -> None:
@@ -116,7 +118,8 @@ class FolderChatText:
         return Reply(*self._parser.parse(self._tokenizer.decode(said, skip_special_tokens=skips), tools))
 
     def meaning(self, text: str, tools: Sequence[JsonMapping]) -> object:
-        """The text without blanks and special tokens, and its tool calls as values."""
+        """What a sampled text says: without blanks and special tokens, and its tool calls as values. Two texts that
+        differ only in how a call is written are equal in it."""
         calls: list[JsonObject] = []
         if self._parser is not None and tools:
             text, calls = self._parser.parse(text, tools)

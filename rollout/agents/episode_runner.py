@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,10 +35,10 @@ from slipstream.rollout.channel import Channel, Disconnected
 from slipstream.rollout.errors import AgentError, EngineDied
 from slipstream.rollout.text.ends import end_token_ids
 from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, template_options
-from slipstream.rollout.types import Prompt, Rollout, Routes, Turn
+from slipstream.rollout.types import Prompt, Rollout, Turn
 from slipstream.rollout.user_processes.kept_process import KeptProcess
 from slipstream.rollout.user_processes.pool import user_environment
-from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES
+from slipstream.weight_sync.typed_msgpack import pack
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +138,9 @@ class EpisodeRunner:
             "slipstream.rollout.agents.service",
             environment={**os.environ, "PYTHONPATH": options.environment["PYTHONPATH"]},
             log_path=self._log_path,
-            max_log_bytes=MAX_LOG_BYTES,
         )
         channel = kept.channel
-        channel.send(asdict(options))
+        channel.send(pack(options))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 kind, *rest = await channel.receive()
@@ -150,7 +149,7 @@ class EpisodeRunner:
         if kind == "refused":
             raise AgentError(rest[0])
         base_url, source = rest
-        logger.info("agents: %s; their endpoint is %s", counted(options.num_processes, "process"), base_url)
+        logger.info("agents: %s; their endpoint is %s", counted(options.episodes.num_processes, "process"), base_url)
         self._keep_source(source)
         self._listening = asyncio.create_task(self._listen(channel))
         return base_url
@@ -189,26 +188,21 @@ class EpisodeRunner:
 
     def _options(self) -> ServiceOptions:
         rollout, episodes = self._config.rollout, self._config.rollout.episodes
-        limits = Limits(
-            max_turns=episodes.max_turns,
-            max_tokens=self._config.max_response_tokens,
-            max_turn_tokens=rollout.sampling.max_tokens,
-            max_model_len=rollout.max_model_len,
-        )
         return ServiceOptions(
             agent=rollout.agent or "",
-            folder=str(self._folder),
+            folder=self._folder,
             stop_token_ids=[*end_token_ids(self._folder), *rollout.sampling.stop_token_ids],
-            tool_parser=episodes.tool_parser,
-            fixed={"temperature": rollout.sampling.temperature, "top_p": 1.0},
-            stop=list(rollout.sampling.stop),
-            address=episodes.host_and_port,
-            limits=asdict(limits),
-            timeout_s=episodes.timeout_s,
+            sampling=rollout.sampling,
+            episodes=episodes,
+            limits=Limits(
+                max_turns=episodes.max_turns,
+                max_tokens=self._config.max_response_tokens,
+                max_turn_tokens=rollout.sampling.max_tokens,
+                max_model_len=rollout.max_model_len,
+            ),
             blocked_s=episodes.blocked_s,
-            num_processes=episodes.num_processes,
             environment=agent_environment(episodes, os.environ),
-            log_path=None if self._log_path is None else str(self._log_path),
+            log_path=self._log_path,
         )
 
     def _begin(self, prompt: Prompt, sampling: SamplingConfig) -> int:
@@ -285,7 +279,8 @@ class EpisodeRunner:
             part = episode.sampled[request]
             given = tokens[: len(tokens) - len(part.token_ids)]
             num_before = len(context_of(episode.contexts, parent_request))
-            routes = None if part.routes is None else _from(part.routes, num_before)
+            # The parent has those of all its tokens but the last.
+            routes = None if part.routes is None else part.routes.at(slice(max(num_before - 1, 0), None))
             turns.append(Turn(parent, given, len(part.token_ids), told["reason"], told["given"], told["said"], routes))
             parts.append(part)
         text = said["text"]
@@ -319,9 +314,3 @@ class EpisodeRunner:
         """Copy the file that defines the agent into the run folder, and log its hash."""
         copy = None if self._log_path is None else self._log_path.with_name("agent_source.py")
         keep_copy(f"rollout.agent={self._config.rollout.agent}", Path(file), copy)
-
-
-def _from(routes: Routes, num_before: int) -> Routes:
-    """Routes without the positions whose routes the parent has: all but the last of its tokens."""
-    first = max(num_before - 1, 0)
-    return Routes(routes.experts[first:], routes.is_recorded[first:])

@@ -28,29 +28,31 @@ import sys
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.agents.agent_pool import Outcome, agent_pool, run_episode
 from slipstream.rollout.agents.chat_text import FolderChatText
 from slipstream.rollout.agents.endpoint import Endpoint
-from slipstream.rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
+from slipstream.rollout.agents.episode import EngineFailed, Episode, Sampled
 from slipstream.rollout.agents.failures import ENGINE, RAISED, TIMEOUT
 from slipstream.rollout.agents.service_options import ServiceOptions
 from slipstream.rollout.channel import Channel, Disconnected
 from slipstream.rollout.errors import AgentError
+from slipstream.weight_sync.typed_msgpack import unpack
 
 
 class Service:
     def __init__(self, channel: Channel, options: ServiceOptions) -> None:
         self._channel = channel
         self._options = options
-        self._limits = Limits(**options.limits)
-        self._chat = FolderChatText(Path(options.folder), options.stop_token_ids, options.tool_parser)
+        episodes, sampling = options.episodes, options.sampling
+        self._chat = FolderChatText(options.folder, options.stop_token_ids, episodes.tool_parser)
         self._episodes: dict[str, Episode] = {}
-        self._endpoint = Endpoint(self._episodes, options.fixed, self._tell, options.stop)
-        log_path = None if options.log_path is None else Path(options.log_path)
-        self._pool = agent_pool(options.agent, options.num_processes, options.blocked_s, options.environment, log_path)
+        fixed = {"temperature": sampling.temperature, "top_p": 1.0}
+        self._endpoint = Endpoint(self._episodes, fixed, self._tell, sampling.stop)
+        self._pool = agent_pool(
+            options.agent, episodes.num_processes, options.blocked_s, options.environment, options.log_path
+        )
         self._base_url = ""
         self._running: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, asyncio.Future[Sampled]] = {}
@@ -62,12 +64,12 @@ class Service:
         Raises:
             AgentError: The port is taken, or the agent cannot be set up.
         """
-        options = self._options
+        address = self._options.episodes.host_and_port
         try:
-            self._base_url = await self._endpoint.start(*options.address)
+            self._base_url = await self._endpoint.start(*address)
         except OSError as e:
             raise AgentError(
-                f"rollout.episodes.address={':'.join(map(str, options.address))}: {e.strerror or e}; give an address "
+                f"rollout.episodes.address={':'.join(map(str, address))}: {e.strerror or e}; give an address "
                 "of this machine and a free port, or port 0 for any"
             ) from e
         # A template's first use imports transformers: seconds, in which no request would be answered.
@@ -110,9 +112,9 @@ class Service:
         """One episode, from its key to the message that tells its end."""
         key = secrets.token_urlsafe(24)
         generate = partial(self._generate, number)
-        episode = Episode(number, self._chat, self._limits, generate, template_options)
+        episode = Episode(number, self._chat, self._options.limits, generate, template_options)
         self._episodes[key] = episode
-        limit_s = self._options.timeout_s
+        limit_s = self._options.episodes.timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 outcome = await run_episode(self._pool, task, self._base_url, key)
@@ -154,7 +156,7 @@ class Service:
 
 async def _serve(connection: socket.socket) -> None:
     channel = await Channel.over(connection)
-    options = ServiceOptions(**await channel.receive())
+    options = unpack(ServiceOptions, await channel.receive())
     service: Service | None = None
     try:
         service = Service(channel, options)

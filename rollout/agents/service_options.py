@@ -1,26 +1,23 @@
-"""What the agents' service is told at its start. Plain values, for both ends of the connection."""
+"""What the agents' service is told at its start, for both ends of the connection."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.conf.schema import EpisodesConfig, SamplingConfig
+from slipstream.rollout.agents.episode import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
     agent: str
-    folder: str
+    folder: Path
     """Model folder: tokenizer and chat template."""
     stop_token_ids: list[int]
-    tool_parser: str | None
-    fixed: dict[str, float]
-    """The run's values of request_fields.FIXED."""
-    stop: list[str]
-    """rollout.sampling.stop."""
-    address: tuple[str, int]
-    """Where the endpoint listens."""
-    limits: dict[str, int]
-    """Fields of episode.Limits."""
-    timeout_s: float
+    sampling: SamplingConfig
+    """rollout.sampling."""
+    episodes: EpisodesConfig
+    limits: Limits
     blocked_s: float
-    num_processes: int
     environment: dict[str, str]
     """Variables of the agents' processes."""
-    log_path: str | None
+    log_path: Path | None

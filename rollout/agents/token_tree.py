@@ -6,7 +6,7 @@
                          the tool result, and what precedes the next answer
 
 Owns: the search for the parent, the text that a template adds after a sampled turn, and why a request has no parent.
-Does not own: templates and tokenizers (`ChatText`), limits and HTTP, or what the trainer makes of it (branches.py).
+Does not own: templates and tokenizers (chat_text.py), limits and HTTP, or what the trainer makes of it (branches.py).
 Pure: no I/O, no clock.
 Invariants: what was sampled is never tokenized again; a request continues a turn only if the template still renders
 that turn's prompt, and its reply, as they were. Otherwise the request is rendered and tokenized whole: a new branch.
@@ -16,15 +16,20 @@ place; `template` the template writes the history in another way than it was sam
 `edited` the history has an answer that was never given; `tools` other tools; `new` another conversation.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from slipstream.conf.json_files import JsonMapping
 from slipstream.rollout.branches import context_of
+
+if TYPE_CHECKING:
+    from slipstream.rollout.agents.chat_text import FolderChatText
 
 CONTINUED = ""
 START = "start"
@@ -41,38 +46,6 @@ REASONS: dict[str, str] = {
     NEW: "the agent began another conversation",
 }
 """Why an episode has more than one branch -> meaning. Each is a metric: rollout/branches_<reason>."""
-
-Message = JsonMapping
-Tool = JsonMapping
-
-
-class ChatText(Protocol):
-    """A model's chat template and tokenizer (rollout.agents.chat_text.FolderChatText in a run)."""
-
-    @property
-    def stop_texts(self) -> Mapping[int, str]:
-        """Tokens that end a turn, with their texts."""
-        ...
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: JsonMapping | None = None) -> str:
-        """The template's text, and what precedes an answer. Raises what the template raises."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids; nothing is added."""
-        ...
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the tokenizer adds to a text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text, special tokens included."""
-        ...
-
-    def meaning(self, text: str, tools: Sequence[Tool]) -> object:
-        """What a sampled text says: two texts that differ only in how a tool call is written are equal in it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +83,7 @@ class _Turn:
 class TokenTree:
     """See the module's docstring. One per episode."""
 
-    def __init__(self, chat: ChatText) -> None:
+    def __init__(self, chat: FolderChatText) -> None:
         self._chat = chat
         self._turns: list[_Turn] = []
         self._of_history: dict[bytes, int] = {}
@@ -120,7 +93,7 @@ class TokenTree:
         self._went_on_from: set[tuple[int | None, bytes]] = set()
 
     def plan(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: JsonMapping | None = None
+        self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] = (), options: JsonMapping | None = None
     ) -> Planned:
         """Find out what a chat request goes on from, and what is new in it.
 
@@ -160,7 +133,7 @@ class TokenTree:
         token_ids = self._chat.encode_prompt(text) if isinstance(prompt, str) else list(prompt)
         return Planned(None, token_ids, len(token_ids), text, text, history, NEW if self._turns else START)
 
-    def record(self, planned: Planned, sampled: Sequence[int], reply: Message | None = None) -> tuple[int, str]:
+    def record(self, planned: Planned, sampled: Sequence[int], reply: JsonMapping | None = None) -> tuple[int, str]:
         """Note what was sampled. Returns the turn's number, and why it begins a branch (see the module's docstring).
 
         Args:
@@ -194,7 +167,7 @@ class TokenTree:
     def _context(self, number: int | None) -> list[int]:
         return context_of({i: (turn.parent, turn.tokens) for i, turn in enumerate(self._turns)}, number)
 
-    def _reason_without_parent(self, messages: Sequence[Message], plain: Sequence[bytes]) -> str:
+    def _reason_without_parent(self, messages: Sequence[JsonMapping], plain: Sequence[bytes]) -> str:
         if not self._turns:
             return START
         if any(digest in self._known for digest in plain):
@@ -218,7 +191,7 @@ class TokenTree:
                 return whole[1:]
         return self._chat.encode(added)
 
-    def _added(self, number: int, rendered: str, tools: Sequence[Tool]) -> str | None:
+    def _added(self, number: int, rendered: str, tools: Sequence[JsonMapping]) -> str | None:
         """The text that the template adds after a turn. None: it renders the turn in another way than it was."""
         turn = self._turns[number]
         if rendered.startswith(turn.rendered + turn.said):
@@ -237,7 +210,7 @@ class TokenTree:
         return rendered[min(found) + len(turn.stop_text) :]
 
 
-def _digests(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+def _digests(messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> list[bytes]:
     """Entry k is the digest of the tools and the first k messages."""
     digests = [_digest(b"chat", json.dumps(tools, sort_keys=True, default=str))]
     for message in messages:
@@ -245,7 +218,7 @@ def _digests(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
     return digests
 
 
-def _canonical(message: Message) -> str:
+def _canonical(message: JsonMapping) -> str:
     """The message as text, without empty fields, so that it is the same however a client writes it. Frameworks rewrite
     answers, so that blanks around an answer, and spaces in a call's arguments, do not count either."""
     content = message.get("content")

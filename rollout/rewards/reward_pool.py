@@ -45,7 +45,6 @@ class RewardPool:
         section: How messages name the configuration: reward, or reward.parts.NAME.
         config: Which reward, how many processes, how long one sample may take.
         log_path: File for what the reward prints. None: it is dropped.
-        max_log_bytes: Size at which the file is cut.
         num_processes: In place of what the options say.
     """
 
@@ -54,13 +53,11 @@ class RewardPool:
         section: str,
         config: RewardPart,
         log_path: Path | None,
-        max_log_bytes: int,
         num_processes: int | None = None,
     ) -> None:
         self._config = config
         self._section = section
         self._log_path = log_path
-        self._max_log_bytes = max_log_bytes
         self._num_processes = num_processes or config.num_processes
         self._pool: UserPool | None = None
         self._limit_s = config.timeout_s
@@ -84,7 +81,6 @@ class RewardPool:
             error=RewardError,
             environment=reward_environment(self._config, os.environ, self._section),
             log_path=self._log_path,
-            max_log_bytes=self._max_log_bytes,
             max_message_bytes=MAX_ANSWER_BYTES,
         )
         self._pool = UserPool(program, self._num_processes)

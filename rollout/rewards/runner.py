@@ -25,7 +25,6 @@ from slipstream.rollout.rewards.outcomes import SCORE, Outcome
 from slipstream.rollout.rewards.reward_pool import Ready, RewardPool
 from slipstream.rollout.rewards.shaping import shape
 from slipstream.rollout.types import Judgement, Prompt, Rollout
-from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ def check_reward(config: RewardConfig) -> None:
     """
 
     async def try_to_start() -> None:
-        runner = RewardRunner(config, max_log_bytes=0, num_processes=1)
+        runner = RewardRunner(config, num_processes=1)
         try:
             await runner.start()
         finally:
@@ -53,7 +52,6 @@ class RewardRunner:
     Args:
         max_response_tokens: Length of the longest response, for penalties of length.
         log_path: File for what rewards print; copies of the files that define them go beside it. None: neither is kept.
-        max_log_bytes: Size at which the file is cut.
         num_processes: Processes per reward in place of what the options say.
     """
 
@@ -63,7 +61,6 @@ class RewardRunner:
         *,
         max_response_tokens: int = 0,
         log_path: Path | None = None,
-        max_log_bytes: int = MAX_LOG_BYTES,
         num_processes: int | None = None,
     ) -> None:
         self._config = config
@@ -71,7 +68,7 @@ class RewardRunner:
         self._log_path = log_path
         self._parts = config.by_name
         self._pools = {
-            name: RewardPool(config.section_of(name), part, log_path, max_log_bytes, num_processes)
+            name: RewardPool(config.section_of(name), part, log_path, num_processes)
             for name, part in self._parts.items()
         }
         self._ready: dict[str, Ready] = {}

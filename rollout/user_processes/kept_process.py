@@ -20,6 +20,8 @@ from slipstream.rollout.user_processes import keeper
 
 logger = logging.getLogger(__name__)
 
+MAX_LOG_BYTES = 64 << 20
+"""Size at which the file is cut that has what the user's code prints."""
 END_TIMEOUT_S = 1.0
 """How long a process may take to end after its connection closed, before its keeper kills it; and again after that."""
 
@@ -36,14 +38,12 @@ class KeptProcess:
         *,
         environment: Mapping[str, str],
         log_path: Path | None,
-        max_log_bytes: int,
         max_message_bytes: int = MAX_BYTES,
     ) -> KeptProcess:
         """Start `python -m module FD`, FD being its end of the connection.
 
         Args:
-            log_path: File to which what it prints is appended, at once; None: it is dropped.
-            max_log_bytes: Size at which the file is cut.
+            log_path: File to which what it prints is appended, at once, up to MAX_LOG_BYTES; None: it is dropped.
             max_message_bytes: A message of the process that announces more ends the connection.
         """
         ours, theirs = socket.socketpair()
@@ -54,7 +54,7 @@ class KeptProcess:
             failed.callback(channel.close)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", keeper.__file__, fd, str(max_log_bytes)),
+                    *(sys.executable, "-I", "-S", keeper.__file__, fd, str(MAX_LOG_BYTES)),
                     *(sys.executable, "-u", "-X", "faulthandler", "-P", "-m", module, fd),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,

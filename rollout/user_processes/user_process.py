@@ -30,8 +30,6 @@ ALIVE_EVERY_S = 1.0
 """How often the event loop of a process says that it turns."""
 START_TIMEOUT_S = 120.0
 """Longest import of the user's module, in seconds; some import a whole framework."""
-MAX_LOG_BYTES = 64 << 20
-"""Size at which the file is cut that has what the user's code prints."""
 TIMEOUT, DIED, GARBLED, BLOCKED = "timeout", "died", "garbled", "blocked"
 
 
@@ -67,7 +65,6 @@ class Program:
     environment: Mapping[str, str]
     log_path: Path | None
     """File for what the user's code prints; None: it is dropped."""
-    max_log_bytes: int = MAX_LOG_BYTES
     max_message_bytes: int
     """Largest message that is read from a process."""
     silence_s: float | None = None
@@ -109,7 +106,6 @@ class UserProcess:
             program.module,
             environment=program.environment,
             log_path=program.log_path,
-            max_log_bytes=program.max_log_bytes,
             max_message_bytes=program.max_message_bytes,
         )
         begins = f"{program.option}: its process"

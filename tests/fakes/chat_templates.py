@@ -99,7 +99,7 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class FakeChatText:
-    """A rollout.agents.token_tree.ChatText with a template of the table. Tokens are characters and special tokens."""
+    """What token trees call of a FolderChatText: a template of the table, characters and special tokens as tokens."""
 
     def __init__(self, name: str) -> None:
         template, self.end = TEMPLATES[name]

@@ -30,7 +30,7 @@ from slipstream.rollout.agents.episode_runner import EpisodeRunner, FinishedEpis
 from slipstream.rollout.branches import branches_of
 from slipstream.rollout.errors import AgentError, EngineDied
 from slipstream.rollout.types import Prompt, Rollout, Routes
-from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES
+from slipstream.rollout.user_processes.kept_process import MAX_LOG_BYTES
 
 PROMPT = Prompt(3, (1, 5), "begin", {"hints": ["a", "b", "c"]})
 

@@ -84,7 +84,7 @@ async def test_a_reward_that_fails_leaves_its_sample_out_and_is_told_once(caplog
 
 
 async def test_a_lost_question_is_a_failure_of_all_its_responses_and_counts_are_those_that_are_known() -> None:
-    pool = RewardPool("reward", RewardConfig(timeout_s=5.0), None, 0)
+    pool = RewardPool("reward", RewardConfig(timeout_s=5.0), None)
     with pytest.raises(RewardError, match="the reward runner is closed"):
         await pool.judge("p", ["a"], {})
     asked: list[Any] = []
@@ -128,15 +128,13 @@ async def test_what_a_reward_is_decides_how_long_and_how_many_at_once(
 
     monkeypatch.setattr(reward_pool, "UserPool", Processes)
     config = RewardConfig(timeout_s=5.0, max_concurrent=9, num_processes=3)
-    pool = RewardPool("reward", config, tmp_path / "rewards.log", 77)
+    pool = RewardPool("reward", config, tmp_path / "rewards.log")
     assert await pool.start() == Ready(is_async, True, "a.py")
     ((processes, program),) = ((one, one.program) for one in made)
     assert (processes.num_processes, processes.at_once, pool._limit_s) == (3, at_once, limit_s)
-    assert (program.option, program.log_path, program.max_log_bytes) == (
-        "reward.kind=exact_match", tmp_path / "rewards.log", 77,
-    )  # fmt: skip
+    assert (program.option, program.log_path) == ("reward.kind=exact_match", tmp_path / "rewards.log")
     assert program.first_message[1:] == ["reward", str(tmp_path)] and program.silence_s is None
-    await RewardPool("reward", config, None, 77, num_processes=1).start()
+    await RewardPool("reward", config, None, num_processes=1).start()
     assert made[1].num_processes == 1 and made[1].program.first_message[2] is None
 
 
