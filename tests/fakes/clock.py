@@ -10,6 +10,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
+async def turns(number: int = 30) -> None:
+    """Let every ready task run."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
 class JumpingLoop(asyncio.SelectorEventLoop):
     """Where nothing is ready, it is the time of the next timer at once."""
 

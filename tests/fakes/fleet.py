@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
@@ -54,6 +54,14 @@ class FakeFleet:
         self.world.committed += [-1] * (index + 1 - len(self.world.committed))
         self.world.committed[index] = -1
         return self.made(index)
+
+    async def published(self, version: int = 1) -> Self:
+        """Once all have committed a version."""
+        await self.publish(version)
+        return self
+
+    async def fail(self, index: int, reason: str = "it died") -> None:
+        await self.supervisor.fail(self.replica(index), reason)
 
     async def publish(self, version: int = 1) -> list[int]:
         """Returns who was left out."""

@@ -2,11 +2,12 @@
 `World`."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from fakes.trainer import FakeTrainer
@@ -14,9 +15,13 @@ from fakes.workers import FakeWorker
 from fakes.world import World
 from slipstream.conf.schema import (
     AlgorithmConfig,
+    DataConfig,
+    RolloutConfig,
     RunConfig,
     RunSection,
     SamplingConfig,
+    TrainerConfig,
+    WeightSyncConfig,
 )
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
@@ -206,14 +211,41 @@ class Loop:
         return self.controller
 
     @property
+    def saved(self) -> RunState:
+        """The newest checkpoint's."""
+        return self.checkpoints.read(self.checkpoints.newest())
+
+    @property
     def rows(self) -> list[dict]:
         return read_rows(self.folder.metrics)
 
 
-def make_config(*, staleness: int = 0, num_steps: int = 4, groups_per_step: int = 3, **algorithm: object) -> RunConfig:
+async def end(running: asyncio.Task[object]) -> None:
+    """Tell a run to end, and wait until it has."""
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+def make_config(
+    *,
+    staleness: int = 0,
+    num_steps: int = 4,
+    groups_per_step: int = 3,
+    run: Mapping[str, object] = {},
+    rollout: Mapping[str, object] = {},
+    trainer: Mapping[str, object] = {},
+    eval_path: str | None = None,
+    sync: WeightSyncConfig | None = None,
+    **algorithm: object,
+) -> RunConfig:
+    """Options of these sections, and of `algorithm` for the rest."""
+    options = {"group_size": 2, "groups_per_step": groups_per_step, "max_staleness_steps": staleness} | algorithm
     return RunConfig(
-        run=RunSection(num_steps=num_steps, eval_every_steps=0, checkpoint_every_steps=2),
-        algorithm=AlgorithmConfig(
-            group_size=2, groups_per_step=groups_per_step, max_staleness_steps=staleness, **algorithm
-        ),
+        run=RunSection(**{"num_steps": num_steps, "eval_every_steps": 0, "checkpoint_every_steps": 2} | run),
+        algorithm=AlgorithmConfig(**options),
+        rollout=RolloutConfig(**rollout),
+        trainer=TrainerConfig(**trainer),
+        data=DataConfig(eval_path=eval_path),
+        weight_sync=sync or WeightSyncConfig(),
     )

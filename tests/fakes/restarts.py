@@ -1,6 +1,5 @@
 """A fleet whose failed workers are started again."""
 
-import asyncio
 from collections.abc import Callable
 
 from fakes.fleet import FakeFleet, until
@@ -42,22 +41,11 @@ class Cast(FakeFleet):
     async def serves(self, index: int) -> None:
         await until(lambda: self.states[index] is ReplicaState.serving)
 
-    async def fail(self, index: int) -> None:
-        await self.supervisor.fail(self.replica(index), "it died")
-
 
 async def serving(*args: int, **options: float) -> Cast:
     """One whose workers hold version 0."""
-    cast = Cast(*args, **options)  # type: ignore[arg-type]
-    await cast.publish(0)
-    return cast
+    return await Cast(*args, **options).published(0)  # type: ignore[arg-type]
 
 
 async def broken_link() -> None:
     raise ConnectionError("the link broke")
-
-
-async def turns() -> None:
-    """Let every ready task run."""
-    for _ in range(30):
-        await asyncio.sleep(0)

@@ -117,6 +117,7 @@ class FakeWorker(Watched):
         self.world.committed[self.index] = version
 
     async def release(self, offers: Sequence[Offer]) -> None:
+        await self._reached("release")
         self.world.diary.append(("release", self.index))
 
     async def base_wanted_at(self) -> str:

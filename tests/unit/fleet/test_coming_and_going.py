@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
+from fakes.clock import turns
 from fakes.fleet import FakeFleet
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker, an_offer
@@ -53,8 +54,7 @@ async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_
 ) -> None:
     for module, now in ((scaling, 50.0), (roster, 57.5)):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 0.0, monotonic=lambda now=now: now))
-    fleet = Fleet(1, max_restarts=max_restarts)
-    await fleet.publish(7)
+    fleet = await Fleet(1, max_restarts=max_restarts).published(7)
     fleet.gate.clear()
     assert await fleet.supervisor.scaling.scale(3) == ["rollout-1 is being started", "rollout-2 is being started"]
     await fleet.until(S.serving, S.starting, S.starting)
@@ -75,8 +75,7 @@ async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_
 
 
 async def test_a_worker_that_is_one_too_many_hands_its_responses_to_another_with_their_tokens() -> None:
-    fleet = Fleet(2)
-    await fleet.publish(7)
+    fleet = await Fleet(2).published(7)
     fleet.world.committed[1] = 6
     fleet.worker(1).gate = asyncio.Event()
     fleet.worker(0).gate = asyncio.Event()
@@ -96,8 +95,7 @@ async def test_a_worker_that_is_one_too_many_hands_its_responses_to_another_with
 
 
 async def test_a_group_of_which_one_response_was_done_waits_for_the_others() -> None:
-    fleet = Fleet(2)
-    await fleet.publish(7)
+    fleet = await Fleet(2).published(7)
     fleet.worker(0).gate, fleet.worker(0).num_done = asyncio.Event(), 1
     call = asyncio.create_task(fleet.router.generate_group(PROMPT, 3))
     await asyncio.sleep(0)
@@ -107,12 +105,10 @@ async def test_a_group_of_which_one_response_was_done_waits_for_the_others() -> 
 
 
 async def test_a_worker_that_is_out_was_not_asked_for_any_more() -> None:
-    fleet = Fleet(2, max_restarts=0)
-    await fleet.publish(0)
-    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-1"], "it died")
+    fleet = await Fleet(2, max_restarts=0).published(0)
+    await fleet.fail(1)
     fleet.worker(1).told.set()
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert fleet.states == [S.serving, S.out], "and a signal changes nothing"
     await fleet.supervisor.scaling.drain("rollout-1")
     await fleet.until(S.serving, S.gone)
@@ -120,8 +116,7 @@ async def test_a_worker_that_is_out_was_not_asked_for_any_more() -> None:
 
 
 async def test_workers_that_a_publish_holds_are_not_said_to_be_missing() -> None:
-    fleet = Fleet(2)
-    await fleet.publish(0)
+    fleet = await Fleet(2).published(0)
     await fleet.supervisor.hold()
     assert await fleet.supervisor.scaling.scale(2) == ["the run has 2 rollout workers already"]
     assert fleet.supervisor.roster.num_serving == 0, "none takes a request meanwhile"
@@ -136,7 +131,7 @@ async def test_a_worker_that_waits_is_stranded_as_soon_as_its_last_peer_leaves()
         await hand_over.wait()
 
     fleet.worker(1).before.update(offer=AsyncMock(side_effect=ConnectionError("no link")), hand_over=takes_time)
-    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
+    await fleet.fail(0)
     await fleet.until(S.pending, S.serving)
     stranded = asyncio.create_task(fleet.supervisor.roster.stranded())
     await fleet.supervisor.scaling.drain("rollout-1")
@@ -147,8 +142,7 @@ async def test_a_worker_that_waits_is_stranded_as_soon_as_its_last_peer_leaves()
 
 
 async def test_a_worker_that_went_is_the_first_to_come_again() -> None:
-    fleet = Fleet(3)
-    await fleet.publish(0)
+    fleet = await Fleet(3).published(0)
     await fleet.supervisor.scaling.scale(1)
     await fleet.until(S.serving, S.gone, S.gone)
     await fleet.supervisor.scaling.scale(2)
@@ -160,10 +154,9 @@ async def test_a_worker_that_went_is_the_first_to_come_again() -> None:
 @pytest.mark.parametrize("is_publishing", [False, True])
 async def test_those_that_do_not_serve_yet_go_first(is_publishing: bool) -> None:
     """The one that is being started would have cost its start; it is given up, and never serves."""
-    fleet = Fleet(2)
-    await fleet.publish(0)
+    fleet = await Fleet(2).published(0)
     fleet.gate.clear()
-    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
+    await fleet.fail(0)
     await fleet.until(S.starting, S.serving)
     if is_publishing:
         await fleet.supervisor.hold()
@@ -173,32 +166,27 @@ async def test_those_that_do_not_serve_yet_go_first(is_publishing: bool) -> None
         await fleet.supervisor.settle([outcome(False), outcome(True)])
     await fleet.until(S.gone, S.serving)
     fleet.gate.set()
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert fleet.states == [S.gone, S.serving]
 
 
 async def test_a_worker_in_a_publish_goes_after_it() -> None:
-    fleet = Fleet(2)
-    await fleet.publish(0)
+    fleet = await Fleet(2).published(0)
     fleet.supervisor.linked("rollout-0", "rollout-1", [an_offer(0)])
     await fleet.supervisor.hold()
     await fleet.supervisor.scaling.scale(1)
     fleet.worker(1).told.set()  # by a signal as well
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns()
     assert fleet.states == [S.updating, S.updating]
     await fleet.supervisor.settle([outcome(True), outcome(True)])
     await fleet.until(S.serving, S.gone)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns()
     assert fleet.events(1)[-2:] == [E.leaving, E.gone], "once"
     assert fleet.world.diary[-2:] == [("release", 0), ("end", "rollout-1")], "links to it are closed while it lives"
 
 
 async def test_a_worker_that_cannot_hand_over_costs_its_responses_and_nothing_else() -> None:
-    fleet = Fleet(2)
-    await fleet.publish(0)
+    fleet = await Fleet(2).published(0)
     fleet.worker(1).gate = asyncio.Event()  # what it was asked for never comes
     gate = fleet.worker(0).gate = asyncio.Event()
     calls = [asyncio.create_task(fleet.router.generate_group(PROMPT, 1)) for _ in range(2)]
@@ -215,25 +203,22 @@ async def test_a_worker_that_cannot_hand_over_costs_its_responses_and_nothing_el
 
 
 async def test_a_worker_that_is_told_to_go_goes_and_is_wanted_still() -> None:
-    fleet = Fleet(2)
-    await fleet.publish(0)
+    fleet = await Fleet(2).published(0)
     fleet.worker(0).told.set()
     await fleet.until(S.gone, S.serving)
-    assert fleet.supervisor.roster.replicas["rollout-0"].reason == "it was told to go by SIGTERM"
+    assert fleet.replica(0).reason == "it was told to go by SIGTERM"
     assert fleet.supervisor.roster.in_words == "1 of 2 rollout workers serve"
     assert await fleet.supervisor.scaling.scale(2) == ["rollout-0 is being started"]
     await fleet.until(S.serving, S.serving)
 
 
 async def test_a_process_that_was_replaced_is_told_to_go_in_vain() -> None:
-    fleet = Fleet(2)
-    await fleet.publish(0)
+    fleet = await Fleet(2).published(0)
     before = fleet.worker(0)
-    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
+    await fleet.fail(0)
     await fleet.until(S.serving, S.serving)
     before.told.set()
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert fleet.states == [S.serving, S.serving] and fleet.worker(0) is not before
 
 
@@ -242,10 +227,9 @@ async def test_the_last_worker_that_is_told_to_go_is_started_again_and_its_respo
     max_restarts: int, num_failures: int
 ) -> None:
     """However often it may be restarted, and was: it did not fail."""
-    fleet = Fleet(1, max_restarts=max_restarts)
-    await fleet.publish(3)
+    fleet = await Fleet(1, max_restarts=max_restarts).published(3)
     for _ in range(num_failures):
-        await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
+        await fleet.fail(0)
         await fleet.until(S.pending)
         await fleet.publish(3)
     fleet.worker(0).gate = asyncio.Event()
@@ -261,8 +245,7 @@ async def test_the_last_worker_that_is_told_to_go_is_started_again_and_its_respo
 
 
 async def test_what_cannot_be_is_refused_and_nothing_is_done() -> None:
-    fleet = Fleet(2, room=1)
-    await fleet.publish(0)
+    fleet = await Fleet(2, room=1).published(0)
     for number in (0, -1):
         with pytest.raises(FleetRefusal, match=f"rollout={number}: a run needs at least one rollout worker"):
             await fleet.supervisor.scaling.scale(number)
@@ -272,7 +255,7 @@ async def test_what_cannot_be_is_refused_and_nothing_is_done() -> None:
     assert await fleet.supervisor.scaling.scale(2) == ["the run has 2 rollout workers already"]
     await fleet.supervisor.scaling.drain("rollout-0")
     await fleet.until(S.gone, S.serving)
-    replica = fleet.supervisor.roster.replicas["rollout-0"]
+    replica = fleet.replica(0)
     for replica.state in (S.leaving, S.gone):
         with pytest.raises(FleetRefusal, match=rf"rollout-0 is {replica.state} already \(slipstream drain\)"):
             await fleet.supervisor.scaling.drain("rollout-0")
@@ -284,19 +267,17 @@ async def test_what_cannot_be_is_refused_and_nothing_is_done() -> None:
 
 
 async def test_workers_that_went_do_not_keep_a_run_waiting_for_those_that_failed() -> None:
-    fleet = Fleet(2)
-    await fleet.publish(0)
+    fleet = await Fleet(2).published(0)
     await fleet.supervisor.scaling.drain("rollout-1")
     await fleet.until(S.serving, S.gone)
     fleet.supervisor.starts.max_restarts = 0
-    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
+    await fleet.fail(0)
     with pytest.raises(NoReplicasLeft, match="rollout-0: it died"):
         await fleet.router.generate_group(PROMPT, 1)
 
 
 async def test_a_further_worker_that_cannot_be_started_is_out_and_is_tried_when_more_are_asked_for() -> None:
-    fleet = Fleet(1, max_restarts=2)
-    await fleet.publish(0)
+    fleet = await Fleet(1, max_restarts=2).published(0)
     failures = [RuntimeError("no memory")] * 2
 
     async def fails(name: str) -> FakeWorker:
@@ -307,11 +288,11 @@ async def test_a_further_worker_that_cannot_be_started_is_out_and_is_tried_when_
     fleet.supervisor.starts._restart = fails
     await fleet.supervisor.scaling.scale(2)
     await fleet.until(S.serving, S.out)
-    assert "no memory" in fleet.supervisor.roster.replicas["rollout-1"].reason
+    assert "no memory" in fleet.replica(1).reason
     assert await fleet.publish(1) == [1]
     await fleet.supervisor.scaling.scale(2)
     await fleet.until(S.serving, S.serving)
-    await fleet.supervisor.fail(fleet.replica(1), "it died")
+    await fleet.fail(1)
     await fleet.until(S.serving, S.serving)
     (recovery,) = fleet.supervisor.roster.recoveries
     assert recovery.replica == "rollout-1", "once it has served, it comes back like any other"

@@ -60,8 +60,7 @@ class Machines(FakeFleet):
 
 
 async def test_a_machine_that_comes_gets_a_worker_and_one_that_leaves_takes_it() -> None:
-    machines = Machines({"m0": 0}, (1, 3), 1)
-    await machines.publish()
+    machines = await Machines({"m0": 0}, (1, 3), 1).published()
     following = machines.follow()
     await asyncio.sleep(0.02)
     assert (machines.states, machines.supervisor.roster.num_wanted) == ([S.serving], 1), "no machine has room"
@@ -70,7 +69,7 @@ async def test_a_machine_that_comes_gets_a_worker_and_one_that_leaves_takes_it()
     assert machines.node(1) == "m1" and machines.supervisor.roster.num_wanted == 2
     machines.gate.clear()
     del machines.free["m1"]
-    await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-1"], "its machine is gone")
+    await machines.fail(1, "its machine is gone")
     await machines.until(S.serving, S.gone)
     await asyncio.sleep(0.01)
     assert machines.supervisor.roster.num_wanted == 1, "no machine has room for another"
@@ -104,8 +103,7 @@ async def test_a_number_inside_the_range_is_obeyed_and_one_outside_is_refused() 
 
 
 async def test_whoever_was_told_to_go_starts_elsewhere_or_when_somebody_asks() -> None:
-    machines = Machines({"m0": 0, "m1": 1}, (1, 2), 1)
-    await machines.publish()
+    machines = await Machines({"m0": 0, "m1": 1}, (1, 2), 1).published()
     following = machines.follow()
     await machines.until(S.serving, S.serving)
     await machines.supervisor.scaling.drain("rollout-1")
@@ -125,7 +123,7 @@ async def test_whoever_was_told_to_go_starts_elsewhere_or_when_somebody_asks() -
     await machines.until(S.serving, S.serving)
     machines.gate.clear()
     del machines.free["m1"]
-    await machines.supervisor.fail(machines.replica(1), "its machine is gone")
+    await machines.fail(1, "its machine is gone")
     await machines.until(S.serving, S.gone)
     machines.gate.set()
     machines.free["m1"] = 1  # which counts like any other since somebody asked
@@ -140,7 +138,7 @@ async def test_a_worker_is_given_up_whose_room_is_missing_at_two_looks_and_those
     await machines.publish()
     machines.gate.clear()
     machines.replica(1).num_restarts = int(state is S.out)
-    await machines.supervisor.fail(machines.replica(1), "it died")
+    await machines.fail(1)
     for _ in range(2):  # another place is found in between
         del machines.reserved["rollout-1"]
         await scaling.follow_once()
@@ -158,12 +156,11 @@ async def test_a_worker_is_given_up_whose_room_is_missing_at_two_looks_and_those
 
 
 async def test_a_worker_that_failed_too_often_stays_out_and_nobody_takes_its_place() -> None:
-    machines = Machines({"m0": 0, "m1": 3}, (1, 2), 1)
-    await machines.publish()
+    machines = await Machines({"m0": 0, "m1": 3}, (1, 2), 1).published()
     following = machines.follow()
     await machines.until(S.serving, S.serving)
-    machines.supervisor.roster.replicas["rollout-1"].num_restarts = 1
-    await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-1"], "it fails and fails")
+    machines.replica(1).num_restarts = 1
+    await machines.fail(1, "it fails and fails")
     await asyncio.sleep(0.02)
     assert machines.states == [S.serving, S.out] and machines.supervisor.roster.num_wanted == 2
     await machines.supervisor.scaling.drain("rollout-1")
@@ -172,10 +169,9 @@ async def test_a_worker_that_failed_too_often_stays_out_and_nobody_takes_its_pla
 
 
 async def test_a_worker_that_is_out_is_tried_again_by_command_before_a_new_one_is_made() -> None:
-    machines = Machines({"m0": 0}, (1, 2), 2)
-    await machines.publish()
+    machines = await Machines({"m0": 0}, (1, 2), 2).published()
     machines.replica(1).num_restarts = 1
-    await machines.supervisor.fail(machines.replica(1), "it fails and fails")
+    await machines.fail(1, "it fails and fails")
     assert machines.states == [S.serving, S.out]
     assert await machines.supervisor.scaling.scale(2) == ["rollout-1 is being started"]
     await machines.until(S.serving, S.serving)
@@ -188,7 +184,7 @@ async def test_nobody_is_started_where_more_are_there_or_out_than_were_asked_for
     await scaling.scale(2)
     await machines.until(S.serving, S.serving, S.gone, S.gone)
     machines.replica(1).num_restarts = 1
-    await machines.supervisor.fail(machines.replica(1), "it fails and fails")
+    await machines.fail(1, "it fails and fails")
     await scaling.scale(1)
     await scaling.follow_once()
     assert machines.states == [S.serving, S.out, S.gone, S.gone]
@@ -196,12 +192,11 @@ async def test_nobody_is_started_where_more_are_there_or_out_than_were_asked_for
 
 @pytest.mark.parametrize("comes", [True, False])
 async def test_a_run_without_a_worker_waits_for_a_machine_and_ends_when_none_comes(comes: bool) -> None:
-    machines = Machines({"m0": 0}, (1, 2), 1)
-    await machines.publish()
+    machines = await Machines({"m0": 0}, (1, 2), 1).published()
     following = machines.follow(patience_s=60 if comes else 0.05)
     machines.gate.clear()
     del machines.free["m0"]
-    await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-0"], "its machine is gone")
+    await machines.fail(0, "its machine is gone")
     await machines.until(S.gone)
     waiting = asyncio.create_task(machines.supervisor.roster.least_loaded())
     await asyncio.sleep(0.01)
@@ -241,7 +236,7 @@ async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_thos
     following = machines.follow(patience_s=60)
     assert await at(0.0) and await at(100.0), "it serves"
     machines.replica(0).num_restarts = 1
-    await machines.supervisor.fail(machines.replica(0), "it fails and fails")
+    await machines.fail(0, "it fails and fails")
     assert not await at(101.0), "no machine would help"
     del machines.free["m0"]
     await machines.until(S.gone)
@@ -257,13 +252,12 @@ async def test_a_supervisor_follows_with_the_patience_that_it_was_given_until_it
 ) -> None:
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(following_module, "time", SimpleNamespace(monotonic=loop.time))
-    machines = Machines({"m0": 0}, (1, 2), 1)
-    await machines.publish()
+    machines = await Machines({"m0": 0}, (1, 2), 1).published()
     machines.supervisor.follow(patience_s=patience_s)
     await asyncio.sleep(0)
     machines.gate.clear()
     del machines.free["m0"]
-    await machines.supervisor.fail(machines.replica(0), "its machine is gone")
+    await machines.fail(0, "its machine is gone")
     began = loop.time()
     with pytest.raises(NoReplicasLeft):
         await machines.supervisor.roster.least_loaded()
@@ -275,8 +269,7 @@ async def test_a_supervisor_follows_with_the_patience_that_it_was_given_until_it
 
 
 async def test_room_that_another_run_took_is_looked_for_again(caplog: pytest.LogCaptureFixture) -> None:
-    machines = Machines({"m0": 0, "m1": 1}, (1, 2), 1)
-    await machines.publish()
+    machines = await Machines({"m0": 0, "m1": 1}, (1, 2), 1).published()
     real = machines.make_room
 
     machines.supervisor.scaling._make_room = AsyncMock(side_effect=FleetRefusal("another run took it"))
@@ -291,10 +284,9 @@ async def test_room_that_another_run_took_is_looked_for_again(caplog: pytest.Log
 
 @pytest.mark.parametrize("bounds", [(1, 2), None])
 async def test_a_noticed_machine_gets_no_worker_again_not_even_by_command(bounds: tuple[int, int] | None) -> None:
-    machines = Machines({"m0": 0}, bounds, 1)
-    await machines.publish()
+    machines = await Machines({"m0": 0}, bounds, 1).published()
     following = machines.follow()
-    told = machines.supervisor.roster.replicas["rollout-0"].worker
+    told = machines.replica(0).worker
     assert isinstance(told, FakeWorker)
     told.who_told = NOTICE
     told.told.set()
@@ -306,7 +298,6 @@ async def test_a_noticed_machine_gets_no_worker_again_not_even_by_command(bounds
     await machines.until(S.pending)
     assert machines.node(0) == "m1"
     following.cancel()
-    machines = Machines({"m0": 0}, bounds, 1)
-    await machines.publish()
+    machines = await Machines({"m0": 0}, bounds, 1).published()
     machines.worker(0).told.set()
     await machines.until(S.pending)  # SIGTERM says nothing of the machine: the last one starts there again

@@ -1,98 +1,62 @@
 """Locks: who is written and who reads in a publish by relay, and that no failure costs more than it must.
 
-Supervisor and relay are the product's own; workers and the trainer's publish are fakes (tests/fakes/workers.py).
+Supervisor and relay are the product's own; workers and the trainer's publish are fakes (tests/fakes/fleet.py).
 """
 
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
-from fakes.clock import on_jumping_clock
-from fakes.fleet import until
+from fakes.clock import on_jumping_clock, turns
+from fakes.fleet import FakeFleet, until
 from fakes.trainer import outcome, publish_report
 from fakes.workers import FakeWorker, an_offer
-from fakes.world import World
 
 from slipstream.fleet import relay
 from slipstream.fleet.relay import by_node, publish_by_relay
 from slipstream.fleet.replicas import ReplicaState
-from slipstream.fleet.supervisor import Supervisor
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 S = ReplicaState
 
 
-class Worker(FakeWorker):
-    """On a node of its own choice; may hang or fail at a verb."""
-
-    def __init__(self, world: World, index: int, node: str) -> None:
-        super().__init__(world, index)
-        self.node = node
-        self.fails_at: dict[str, Exception] = {}
-        self.hangs_at: set[str] = set()
-        self.epoch = 1
-        self.pull_s = 0.0
-
-    def break_at(self, verb: str, how: str) -> None:
-        """From now on it dies or hangs there."""
-        if how == "dies":
-            self.fails_at[verb] = ConnectionError("it died")
-        else:
-            self.hangs_at.add(verb)
-
-    async def _at(self, verb: str) -> None:
-        if verb in self.hangs_at:
-            await asyncio.Event().wait()
-        if verb in self.fails_at:
-            raise self.fails_at[verb]
-
-    async def offer(self) -> list[Offer]:
-        await self._at("offer")
-        return await super().offer()
-
-    async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        await self._at("pull")
-        await asyncio.sleep(self.pull_s)
-        return await super().pull(offers)
-
-    async def adopt(self, version: int, epoch: int) -> None:
-        self.world.diary.append(("adopt", self.index, version))
-        await super().adopt(version, epoch)
-
-    async def release(self, offers: Sequence[Offer]) -> None:
-        self.world.diary.append(("asked to release", self.index))
-        await self._at("release")
-        await super().release(offers)
+def break_at(worker: FakeWorker, verb: str, how: str) -> None:
+    """From now on it dies or hangs there."""
+    worker.before[verb] = AsyncMock(side_effect=ConnectionError("it died")) if how == "dies" else asyncio.Event().wait
 
 
-class Cast:
-    """Workers on nodes, their supervisor, and a trainer's publish that fails where it is told to."""
+class Cast(FakeFleet):
+    """Workers on nodes, and a trainer's publish that fails where it is told to."""
 
-    def __init__(self, nodes: str, max_restarts: int = 1) -> None:
-        self.world = World(committed=[-1] * len(nodes))
-        self.workers = [Worker(self.world, i, node) for i, node in enumerate(nodes)]
-        self.supervisor = Supervisor(
-            self.workers, restart=lambda name: self.restart(int(name[-1])), max_restarts=max_restarts, backoff_s=0.0,
-            recovery_timeout_s=50.0,
-        )  # fmt: skip
-        self.may_restart = asyncio.Event()
+    def __init__(self, nodes: str) -> None:
+        self.nodes = nodes
+        super().__init__(len(nodes), recovery_timeout_s=50.0)
+        self.gate.clear()
         self.failing: set[int] = set()
         self.written: list[list[int]] = []
 
+    def made(self, index: int) -> FakeWorker:
+        worker = super().made(index)
+        worker.node = self.nodes[index]
+        return worker
+
     @property
-    def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.roster.replicas.values()]
+    def workers(self) -> list[FakeWorker]:
+        return [self.worker(index) for index in range(len(self.nodes))]
 
-    async def restart(self, index: int) -> Worker:
-        self.world.diary.append(("restart", index))
-        await self.may_restart.wait()
-        self.world.committed[index] = -1
-        self.workers[index] = Worker(self.world, index, self.workers[index].node)
-        return self.workers[index]
+    async def restart(self, name: str) -> FakeWorker:
+        self.world.diary.append(("restart", int(name[-1])))
+        return await super().restart(name)
 
-    async def publish(self, version: int) -> PublishReport:
+    def all_take(self, pull_s: float) -> None:
+        """So long they read from a peer."""
+        for worker in self.workers:
+            worker.before["pull"] = lambda: asyncio.sleep(pull_s)
+
+    async def relayed(self, version: int) -> PublishReport:
         async def write(exclude: Sequence[int], number: int) -> PublishReport:
             assert number == len(self.written) - before
             included = [i for i in range(len(self.workers)) if i not in exclude]
@@ -119,7 +83,7 @@ class Cast:
 @on_jumping_clock
 async def test_one_replica_of_every_node_is_written_and_the_others_read_from_it() -> None:
     cast = Cast("abababa")
-    report = await cast.publish(3)
+    report = await cast.relayed(3)
     assert cast.written == [[0, 1]], "one write, to the first replica of each node"
     assert sorted(cast.pulls()) == [2, 3, 4, 5, 6]
     assert cast.world.committed == [3] * 7
@@ -128,7 +92,7 @@ async def test_one_replica_of_every_node_is_written_and_the_others_read_from_it(
     assert (report.num_committed, report.num_relayed, report.relay_bytes) == (7, 5, 50)
     assert report.num_bytes == 1000, "bytes of the trainer's writes alone"
     assert report.total_s == pytest.approx(0.06 + report.relay_s)
-    await cast.publish(4)
+    await cast.relayed(4)
     assert cast.written[1] == [0, 1], "the same ones: the trainer's links stay open"
 
 
@@ -140,7 +104,7 @@ async def test_every_holder_gives_to_one_reader_at_a_time() -> None:
     sources: dict[int, int] = {}
     for worker in cast.workers:
 
-        async def pull(offers: Sequence[Offer], worker: Worker = worker) -> Pulled:
+        async def pull(offers: Sequence[Offer], worker: FakeWorker = worker) -> Pulled:
             nonlocal most
             peer = offers[0].epoch
             open_reads[peer] = open_reads.get(peer, 0) + 1
@@ -151,12 +115,12 @@ async def test_every_holder_gives_to_one_reader_at_a_time() -> None:
             open_reads[peer] -= 1
             return await FakeWorker.pull(worker, offers)
 
-        async def offer(worker: Worker = worker) -> list[Offer]:
+        async def offer(worker: FakeWorker = worker) -> list[Offer]:
             (one,) = await FakeWorker.offer(worker)
             return [an_offer(version, worker.index) for version in (0, one.version)]  # of a base and an adapter
 
         worker.pull, worker.offer = pull, offer  # type: ignore[method-assign]
-    await cast.publish(1)
+    await cast.relayed(1)
     assert sources == {1: 0, 2: 0, 3: 1, 4: 0, 5: 1, 6: 2, 7: 3}, "one holder, then two, then four"
     assert most == 4
     assert cast.world.committed == [1] * 8
@@ -169,9 +133,8 @@ async def test_a_primary_that_fails_is_replaced_in_the_same_publish_and_its_node
     monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
     cast = Cast("aaabb")
     cast.failing = {0}
-    for worker in cast.workers:
-        worker.pull_s = 0.25
-    report = await cast.publish(1)
+    cast.all_take(0.25)
+    report = await cast.relayed(1)
     assert cast.written == [[0, 3], [1]]
     assert cast.pulls() == [4, 2], "the healthy node does not wait for the other one"
     assert [replica.committed for replica in report.replicas] == [False, True, True, True, True]
@@ -179,16 +142,15 @@ async def test_a_primary_that_fails_is_replaced_in_the_same_publish_and_its_node
     assert cast.states == [S.starting, S.serving, S.serving, S.serving, S.serving]
     assert (report.relay_s, report.total_s) == pytest.approx((0.5, 0.62)), "both rounds"
     assert report.pause_s == pytest.approx(0.25)
-    for worker in cast.workers:
-        worker.pull_s = 0.0
-    assert (await cast.publish(2)).pause_s == 0.01, "the trainer's writes paused them for longer"
+    cast.all_take(0.0)
+    assert (await cast.relayed(2)).pause_s == 0.01, "the trainer's writes paused them for longer"
 
 
 @on_jumping_clock
 async def test_a_node_whose_replicas_all_fail_ends_after_one_round_each() -> None:
     cast = Cast("aab")
     cast.failing = {0, 1}
-    report = await cast.publish(1)
+    report = await cast.relayed(1)
     assert cast.written == [[0, 2], [1]]
     assert [replica.committed for replica in report.replicas] == [False, False, True]
     assert cast.pulls() == []
@@ -198,8 +160,8 @@ async def test_a_node_whose_replicas_all_fail_ends_after_one_round_each() -> Non
 @on_jumping_clock
 async def test_a_primary_that_is_gone_before_it_was_read_costs_itself_alone(how: str) -> None:
     cast = Cast("aaa")
-    cast.workers[0].break_at("offer", how)
-    report = await cast.publish(1)
+    break_at(cast.worker(0), "offer", how)
+    report = await cast.relayed(1)
     assert cast.written == [[0], [1]], "1 was not touched, so the trainer writes it"
     assert [replica.committed for replica in report.replicas] == [False, True, True]
     assert "then made no offer" in (report.replicas[0].error or "")
@@ -211,14 +173,14 @@ async def test_a_primary_that_is_gone_before_it_was_read_costs_itself_alone(how:
 @on_jumping_clock
 async def test_a_read_that_fails_takes_its_reader_out_and_nobody_else(how: str) -> None:
     cast = Cast("aaaa")
-    cast.workers[1].break_at("pull", how)
-    report = await cast.publish(1)
+    break_at(cast.worker(1), "pull", how)
+    report = await cast.relayed(1)
     assert cast.written == [[0]], "what a failed read left behind is not written in the same publish"
     assert [replica.committed for replica in report.replicas] == [True, False, True, True]
     assert "reading from rollout-0 failed" in (report.replicas[1].error or "")
     assert cast.world.committed[1] == -1
     assert cast.states == [S.serving, S.starting, S.serving, S.serving]
-    cast.may_restart.set()
+    cast.gate.set()
     await until(lambda: cast.states[1] is S.serving)
     assert cast.world.committed == [1] * 4, "a recovery brought it back"
 
@@ -226,8 +188,8 @@ async def test_a_read_that_fails_takes_its_reader_out_and_nobody_else(how: str) 
 @on_jumping_clock
 async def test_a_reader_that_is_gone_when_it_is_to_give_on_was_not_relayed_to() -> None:
     cast = Cast("aaaa")
-    cast.workers[1].break_at("offer", "dies")
-    report = await cast.publish(1)
+    break_at(cast.worker(1), "offer", "dies")
+    report = await cast.relayed(1)
     assert [replica.committed for replica in report.replicas] == [True, False, True, True]
     assert report.num_relayed == 2
 
@@ -241,24 +203,24 @@ async def test_a_version_whose_peer_moved_or_died_while_it_was_read_is_not_adopt
         if what == "moves":
             cast.world.committed[0] = 9
         else:
-            cast.workers[0].break_at("offer", what)
+            break_at(cast.worker(0), "offer", what)
 
     cast.workers[1].before["pull"] = the_peer_is_another
-    report = await cast.publish(1)
+    report = await cast.relayed(1)
     assert not report.replicas[1].committed
     assert said in (report.replicas[1].error or "")
-    assert ("adopt", 1, 1) not in cast.world.diary
-    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
-    await until(lambda: ("asked to release", 1) in cast.world.diary)  # its link pins the dead worker's memory
+    assert cast.world.committed[1] == -1
+    await cast.fail(0)
+    await until(lambda: ("release", 1) in cast.world.diary)  # its link pins the dead worker's memory
 
 
 @on_jumping_clock
 async def test_nobody_who_left_meanwhile_is_chosen() -> None:
     cast = Cast("aaa")
-    await cast.publish(0)
+    await cast.relayed(0)
     held = await cast.supervisor.hold()
     assert held.exclude == []
-    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "a group on it failed")
+    await cast.fail(0, "a group on it failed")
     assert by_node(cast.supervisor.roster.replicas.values()) == {"a": ["rollout-1", "rollout-2"]}
 
 
@@ -267,10 +229,10 @@ async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() ->
     cast = Cast("aaa")
 
     async def a_neighbour_dies() -> None:
-        await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-2"], "a group on it failed")
+        await cast.fail(2, "a group on it failed")
 
     cast.workers[1].before["pull"] = a_neighbour_dies
-    report = await cast.publish(1)
+    report = await cast.relayed(1)
     assert cast.pulls() == [1]
     assert [replica.committed for replica in report.replicas] == [True, True, False]
     assert cast.states == [S.serving, S.serving, S.starting]
@@ -278,19 +240,19 @@ async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() ->
     cast.failing = {0}
 
     async def the_next_one_dies() -> None:
-        await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-1"], "a group on it failed")
+        await cast.fail(1, "a group on it failed")
 
     cast.workers[4].before["pull"] = the_next_one_dies
-    await cast.publish(1)
+    await cast.relayed(1)
     assert cast.written == [[0, 3], [2]]
 
 
 @on_jumping_clock
 async def test_a_publish_to_nobody_is_made_all_the_same() -> None:
-    cast = Cast("a", max_restarts=1)
-    await cast.publish(0)
-    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
-    report = await cast.publish(1)
+    cast = Cast("a")
+    await cast.relayed(0)
+    await cast.fail(0)
+    report = await cast.relayed(1)
     assert cast.written[-1] == []
     assert report.num_committed == 0
 
@@ -298,15 +260,15 @@ async def test_a_publish_to_nobody_is_made_all_the_same() -> None:
 @on_jumping_clock
 async def test_a_replica_that_serves_is_written_rather_than_one_that_comes_back() -> None:
     cast = Cast("aaa")
-    await cast.publish(0)
+    await cast.relayed(0)
     for worker in cast.workers:
-        worker.fails_at["offer"] = ConnectionError("busy")  # so that nobody fills it before the next publish
-    cast.may_restart.set()
-    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
+        break_at(worker, "offer", "dies")  # so that nobody fills it before the next publish
+    cast.gate.set()
+    await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
     for worker in cast.workers:
-        worker.fails_at.clear()
-    await cast.publish(1)
+        worker.before.clear()
+    await cast.relayed(1)
     assert cast.written[-1] == [1]
     assert cast.states == [S.serving] * 3
 
@@ -314,18 +276,14 @@ async def test_a_replica_that_serves_is_written_rather_than_one_that_comes_back(
 @on_jumping_clock
 async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_not_during_a_publish() -> None:
     cast = Cast("aaa")
-    cast.may_restart.set()
-    await cast.publish(0)
-    assert [sorted(replica.links) for replica in cast.supervisor.roster.replicas.values()] == [
-        [],
-        ["rollout-0"],
-        ["rollout-0"],
-    ]
+    cast.gate.set()
+    await cast.relayed(0)
+    links = [sorted(replica.links) for replica in cast.supervisor.roster.replicas.values()]
+    assert links == [[], ["rollout-0"], ["rollout-0"]]
     cast.world.diary.clear()
     await cast.supervisor.hold()
-    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await cast.fail(0)
+    await turns()
     assert cast.world.diary == [], "a publish is under way"
     await cast.supervisor.settle([outcome(i > 0, "it died") for i in range(3)])
     await until(lambda: cast.states[0] is S.serving)
@@ -338,10 +296,16 @@ async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_
 @on_jumping_clock
 async def test_a_publish_waits_until_links_are_closed() -> None:
     cast = Cast("aa")
-    await cast.publish(0)
-    cast.workers[1].break_at("release", "hangs")
-    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
-    await until(lambda: ("asked to release", 1) in cast.world.diary)
+    await cast.relayed(0)
+    asked = asyncio.Event()
+
+    async def hangs() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    cast.worker(1).before["release"] = hangs
+    await cast.fail(0)
+    await asked.wait()
     hold = asyncio.ensure_future(cast.supervisor.hold())
     await asyncio.sleep(0.01)
     assert not hold.done(), "its address is about to change"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.clock import on_jumping_clock
+from fakes.clock import on_jumping_clock, turns
 from fakes.fleet import serve, supervised, until
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
@@ -38,8 +38,7 @@ async def test_least_loaded_replica_is_asked() -> None:
     for worker in workers:
         worker.gate = asyncio.Event()
     calls = [asyncio.create_task(router.generate_group(PROMPT, 2)) for _ in range(6)]
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns()
     assert [worker.num_groups for worker in workers] == [3, 3]
     for worker in workers:
         worker.gate.set()
@@ -50,15 +49,13 @@ async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> 
     supervisor, workers = supervised()
     router = Router(supervisor, request_timeout_s=60)
     call = asyncio.create_task(router.generate_group(PROMPT, 2))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns()
     assert sum(worker.num_groups for worker in workers) == 0
     await serve(supervisor)
     await call
     await supervisor.hold()
     call = asyncio.create_task(router.generate_group(PROMPT, 2))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns()
     assert sum(worker.num_groups for worker in workers) == 1
     await supervisor.settle([outcome(True), outcome(True)])
     await call

@@ -18,15 +18,17 @@ from slipstream.weight_sync.publish.report import ReplicaReport
 PROMPT = Prompt(0, (1,), "p")
 
 
-async def test_replica_once_out_stays_out() -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [("IntegrityError: x", "IntegrityError: x"), (None, "it did not commit and gave no reason")],
+)
+async def test_replica_once_out_stays_out_and_has_a_reason(error: str | None, reason: str) -> None:
     supervisor, _ = supervised(2)
     await supervisor.hold()
-    await supervisor.settle([outcome(False, "IntegrityError: x"), outcome(True)])
+    await supervisor.settle([outcome(False, error), outcome(True)])
     await serve(supervisor)
-    assert [replica.state for replica in supervisor.roster.replicas.values()] == [
-        ReplicaState.out,
-        ReplicaState.serving,
-    ]
+    out, serving = supervisor.roster.replicas.values()
+    assert (out.state, out.reason, serving.state) == (ReplicaState.out, reason, ReplicaState.serving)
 
 
 async def test_whoever_waits_for_a_worker_hears_that_the_last_one_failed() -> None:
@@ -46,12 +48,8 @@ async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: p
     workers[0].death = "rollout-0 died of SIGSEGV (main thread in a.py:1, f)"
     workers[2].death = "the engine's process was ended by SIGKILL"
     await supervisor.hold()
-    told = [
-        outcome(False, "PeerLost: a link broke"),
-        outcome(False, "IntegrityError: x"),
-        outcome(False, workers[2].death),
-    ]
-    await supervisor.settle(told)
+    errors = ("PeerLost: a link broke", "IntegrityError: x", workers[2].death)
+    await supervisor.settle([outcome(False, error) for error in errors])
     reasons = [
         f"{workers[0].death}; a publish noticed it: PeerLost: a link broke",
         "IntegrityError: x",
@@ -136,13 +134,6 @@ async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old(
     assert supervisor.roster.out_of_service == ["rollout-1"]
     assert supervisor.roster.replicas["rollout-1"].reason == "again"
     assert supervisor.roster.num_publishes == 5, "whoever reads from a peer is told that another version came"
-
-
-async def test_a_worker_that_neither_commits_nor_says_why_is_out_with_words_for_people() -> None:
-    supervisor, _ = supervised(2)
-    await supervisor.hold()
-    await supervisor.settle([outcome(False), outcome(True)])
-    assert supervisor.roster.replicas["rollout-0"].reason == "it did not commit and gave no reason"
 
 
 async def test_in_adapter_mode_a_first_publish_that_fails_leaves_nothing_to_serve() -> None:

@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
+from fakes.clock import turns
 from fakes.fleet import until
-from fakes.restarts import PROMPT, Cast, broken_link, serving, turns
+from fakes.restarts import PROMPT, Cast, broken_link, serving
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker, an_offer
 
@@ -309,23 +310,3 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
 
 async def broken_release(offers: object) -> None:
     raise ConnectionError("the link broke")
-
-
-async def test_a_stranded_worker_is_not_stranded_where_another_may_fill_it() -> None:
-    """Neither one that serves, nor one in a publish, nor one that reads just now."""
-    cast = Cast()
-    for other in (S.serving, S.updating, S.recovering):
-        cast.replica(0).state, cast.replica(1).state = S.pending, other
-        stranded = asyncio.create_task(cast.supervisor.roster.stranded())
-        await turns()
-        assert not stranded.done(), other
-        stranded.cancel()
-    for other in (S.pending, S.out, S.starting):
-        cast.replica(1).state = other
-        stranded = asyncio.create_task(cast.supervisor.roster.stranded())
-        await until(stranded.done)
-    cast.replica(0).state = S.out
-    stranded = asyncio.create_task(cast.supervisor.roster.stranded())
-    await turns()
-    assert not stranded.done(), "nobody needs weights"
-    stranded.cancel()

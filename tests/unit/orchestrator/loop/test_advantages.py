@@ -17,17 +17,29 @@ from slipstream.rollout.types import Group, Prompt, Rollout, Routes
 REWARDS = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=2, max_size=12)
 
 
-def test_advantages_by_hand() -> None:
-    # mean 0.25, population std sqrt(3)/4 = 0.4330127
-    advantages = group_advantages([1.0, 0.0, 0.0, 0.0], "group_std")
-    assert advantages == pytest.approx([0.75 / 0.4330127, *[-0.25 / 0.4330127] * 3], rel=1e-5)
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], "group") == pytest.approx([0.75, -0.25, -0.25, -0.25])
+@pytest.mark.parametrize(
+    ("kind", "rewards", "advantages"),
+    [
+        ("group", [1.0, 0.0, 0.0, 0.0], [0.75, -0.25, -0.25, -0.25]),
+        ("group_std", [1.0, 0.0, 0.0, 0.0], [3**0.5, *[-(3**-0.5)] * 3]),  # mean 1/4, population std sqrt(3)/4
+        ("group_std", [1.0, None, 0.0], [1.0, None, -1.0]),  # who failed counts in nothing: mean and std 1/2
+        ("group_std", [1e-6, 0.0], [1 / 3, -1 / 3]),  # std 5e-7, and 1e-6 more: 5e-7 / 1.5e-6
+        ("group_mean", [1.0, 0.0, None, 0.0, 0.0], [3.0, -1.0, None, -1.0, -1.0]),  # mean 1/4
+        ("group_mean", [1.0, 1.0, 1.0, 0.0], [*[1 / 3] * 3, -1.0]),  # the rarer a success, the more it weighs
+        ("group_mean", [-1.0, -1.0], [0.0, 0.0]),  # nothing is divided
+        # 1 against (0 + 0 + 0.5) / 3; 0 against (1 + 0 + 0.5) / 3; 0.5 against 1 / 3
+        ("leave_one_out", [1.0, None, 0.0, 0.0, 0.5], [5 / 6, None, -0.5, -0.5, 1 / 6]),
+    ],
+)
+def test_advantages_by_hand(kind: str, rewards: list[float | None], advantages: list[float | None]) -> None:
+    wanted = [None if value is None else pytest.approx(value, rel=1e-5) for value in advantages]
+    assert group_advantages(rewards, kind) == wanted
 
 
-def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
-    # 1 against (0 + 0 + 0.5) / 3; 0 against (1 + 0 + 0.5) / 3; 0.5 against 1 / 3. The failed one is nobody's sibling.
-    advantages = group_advantages([1.0, None, 0.0, 0.0, 0.5], "leave_one_out")
-    assert advantages == [pytest.approx(5 / 6), None, *[pytest.approx(-0.5)] * 2, pytest.approx(1 / 6)]
+def test_no_advantage_is_divided_by_a_mean_that_is_not_above_zero() -> None:
+    for rewards, mean in (([1.0, -1.0], "0"), ([1.0, -2.0], "-0.5")):
+        with pytest.raises(TrainingStopped, match=f"one has {mean}: it is for rewards that are never negative"):
+            group_advantages(rewards, "group_mean")
 
 
 @given(REWARDS)
@@ -37,13 +49,6 @@ def test_leave_one_out_is_the_literal_formula(rewards: list[float | None]) -> No
     for reward, advantage in zip(rewards, advantages, strict=True):
         if reward is not None and len(known) > 1:
             assert advantage == pytest.approx(reward - (sum(known) - reward) / (len(known) - 1), abs=1e-12)
-
-
-def test_failed_reward_counts_in_nothing() -> None:
-    # the siblings that are left: mean 0.5, std 0.5
-    good, failed, bad = group_advantages([1.0, None, 0.0], "group_std")
-    assert (good, bad) == (pytest.approx(1.0, rel=1e-5), pytest.approx(-1.0, rel=1e-5))
-    assert failed is None
 
 
 @given(REWARDS, st.sampled_from(["group_std", "group", "leave_one_out"]))
@@ -59,15 +64,6 @@ def test_equal_rewards_give_exact_zeros(rewards: list[float | None]) -> None:
     assert all(a in (None, 0.0) for a in group_advantages(rewards, "group_std"))
 
 
-def test_group_mean_divides_by_a_mean_that_is_above_zero() -> None:
-    # mean 0.25: 0.75 / 0.25 and -0.25 / 0.25
-    assert group_advantages([1.0, 0.0, None, 0.0, 0.0], "group_mean") == pytest.approx([3.0, -1.0, None, -1.0, -1.0])
-    assert group_advantages([-1.0, -1.0], "group_mean") == [0.0, 0.0], "nothing is divided"
-    for rewards, mean in (([1.0, -1.0], "0"), ([1.0, -2.0], "-0.5")):
-        with pytest.raises(TrainingStopped, match=f"one has {mean}: it is for rewards that are never negative"):
-            group_advantages(rewards, "group_mean")
-
-
 def test_one_known_reward_of_a_group_and_one_token_of_a_batch_have_nothing_to_be_compared_with() -> None:
     for kind in ("group_std", "group", "leave_one_out", "group_mean"):
         assert group_advantages([None, 0.5], kind) == [None, 0.0]
@@ -77,11 +73,6 @@ def test_one_known_reward_of_a_group_and_one_token_of_a_batch_have_nothing_to_be
     assert whitened([np.array([1.0, -1.0])])[0].tolist() == pytest.approx([(2 + 1e-8) ** -0.5, -((2 + 1e-8) ** -0.5)])
     # variance 2e-8, and as much as half of it more
     assert whitened([np.array([1e-4, -1e-4])])[0].tolist() == pytest.approx([1 / 3**0.5, -1 / 3**0.5], rel=1e-6)
-
-
-def test_a_spread_near_zero_is_divided_by_little_more_than_itself() -> None:
-    # std 5e-7, and 1e-6 more: 5e-7 / 1.5e-6
-    assert group_advantages([1e-6, 0.0], "group_std") == pytest.approx([1 / 3, -1 / 3])
 
 
 def test_whitening_uses_the_samples_variance_over_all_tokens() -> None:

@@ -4,7 +4,6 @@ every row once.
 
 import json
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from slipstream.orchestrator.checkpoints.loop_state import RunState
 
 
 def config_of(staleness: int) -> RunConfig:
-    config = make_config(num_steps=6, staleness=staleness)
-    return replace(config, run=replace(config.run, checkpoint_every_steps=0, samples_per_step=100))
+    run = {"checkpoint_every_steps": 0, "samples_per_step": 100}
+    return make_config(num_steps=6, staleness=staleness, run=run)
 
 
 def steps_of_prompts(folder: Path) -> dict[str, set[int]]:

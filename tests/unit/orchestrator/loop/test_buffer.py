@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
+from fakes.clock import turns
 from hypothesis import example, given, settings, strategies as st
 
 from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer, Ticket
@@ -16,12 +17,6 @@ T = TypeVar("T")
 
 def group_of(prompt_id: int, version: int) -> Group:
     return Group(Prompt(prompt_id, (1,), "p"), [Rollout([2], [-0.1], [version], "x", "stop")], [1.0])
-
-
-async def settle() -> None:
-    """Let every ready task run."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def done(task: asyncio.Task[T], num_turns: int = 20) -> T:
@@ -36,7 +31,7 @@ async def done(task: asyncio.Task[T], num_turns: int = 20) -> T:
 async def claim(buffer: GroupBuffer) -> Ticket | None:
     """A ticket; None where it would be waited for."""
     claiming = asyncio.create_task(buffer.claim_ticket())
-    await settle()
+    await turns()
     if claiming.done():
         return claiming.result()
     claiming.cancel()
@@ -92,21 +87,6 @@ def test_bound_holds_without_drops_for_any_interleaving(
     asyncio.run(run())
 
 
-async def test_tickets_stop_at_the_bound_and_go_on_with_the_commit() -> None:
-    buffer = GroupBuffer(groups_per_step=2, max_staleness_steps=0)
-    tickets = [await buffer.claim_ticket(), await buffer.claim_ticket()]
-    waiting = asyncio.create_task(buffer.claim_ticket())
-    await settle()
-    assert not waiting.done()
-    for ticket in tickets:
-        await buffer.deliver(ticket, group_of(ticket.number, 0))
-    await buffer.take_batch(0)
-    await settle()
-    assert not waiting.done(), "consumed is not yet committed: version 1 does not serve"
-    await buffer.open_next_batch()
-    assert await done(waiting) == Ticket(2)
-
-
 async def test_too_old_group_is_dropped_counted_and_its_prompt_sampled_again() -> None:
     buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=1)
     ticket = await buffer.claim_ticket()
@@ -130,7 +110,7 @@ async def test_groups_that_are_too_old_again_and_again_are_counted_each_time() -
         await buffer.deliver(ticket, group_of(ticket.number, version=3))
     taking = asyncio.create_task(buffer.take_batch(5))
     for version in (3, 4):
-        await settle()
+        await turns()
         for _ in range(2):
             again = await claim(buffer)
             assert again is not None
@@ -142,7 +122,7 @@ async def test_groups_that_are_too_old_again_and_again_are_counted_each_time() -
 async def test_failure_reaches_the_waiting_train_loop() -> None:
     buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=0)
     taking = asyncio.create_task(buffer.take_batch(0))
-    await settle()
+    await turns()
     await buffer.fail(RuntimeError("all workers are out"))
     with pytest.raises(RuntimeError, match="all workers are out"):
         await done(taking)
@@ -234,17 +214,17 @@ async def test_fewer_batches_are_open_ahead_until_the_first_is_taken() -> None:
     assert not buffer.is_wide_open
     first = [await buffer.claim_ticket(), await buffer.claim_ticket()]
     waiting = asyncio.create_task(buffer.claim_ticket())
-    await settle()
+    await turns()
     assert not waiting.done()
     await buffer.open_ahead(1)
     assert await done(waiting) == Ticket(2) and not buffer.is_wide_open
     assert await claim(buffer) == Ticket(3) and await claim(buffer) is None
     waiting = asyncio.create_task(buffer.claim_ticket())
-    await settle()
+    await turns()
     for ticket in first:
         assert buffer.num_outstanding == 4
         await buffer.deliver(ticket, group_of(ticket.number, 0))
-    await settle()
+    await turns()
     await buffer.take_batch(0)
     assert buffer.num_outstanding == 2 and buffer.is_wide_open
     assert await done(waiting) == Ticket(4), "the first batch ends the ramp"
@@ -263,7 +243,7 @@ async def test_a_prompt_that_waits_to_be_sampled_again_is_in_the_state() -> None
         buffer.assign_prompt(ticket, Prompt(70 + number, (1,), "p"))
         await buffer.deliver(ticket, group_of(70 + number, version=3))
     taking = asyncio.create_task(buffer.take_batch(4))
-    await settle()
+    await turns()
     for num_claimed in range(3):
         assert buffer.num_outstanding == 2
         resumed = GroupBuffer(groups_per_step=2, max_staleness_steps=0)
@@ -316,7 +296,7 @@ class ResumedRun:
 
     async def take(self) -> None:
         self.taking = self.taking or asyncio.create_task(self.buffer.take_batch(self.num_taken))
-        await settle()
+        await turns()
         await self.note_taken()
 
     async def note_taken(self) -> None:

@@ -124,8 +124,7 @@ async def test_three_refused_steps_in_a_row_stop_the_run(tmp_path: Path) -> None
     with pytest.raises(TrainingStopped, match="3 steps in a row"):
         await loop.run()
     assert loop.rows[-1]["step"] == 5
-    state = loop.checkpoints.read(loop.checkpoints.newest())
-    assert (state.step, state.policy_version, state.buffer.num_batches) == (5, 2, 5)
+    assert (loop.saved.step, loop.saved.policy_version, loop.saved.buffer.num_batches) == (5, 2, 5)
 
     lower_rate = Loop(tmp_path, make_config(num_steps=9), resume_step=5)
     assert (await lower_rate.run()).policy_version == 6
@@ -165,7 +164,7 @@ async def test_all_workers_dead_saves_the_run_and_says_why(tmp_path: Path) -> No
         worker.fails_after = 6
     with pytest.raises(NoReplicasLeft, match="rollout-0 died"):
         await loop.run()
-    state = loop.checkpoints.read(loop.checkpoints.newest())
+    state = loop.saved
     assert state.step == state.buffer.num_batches == state.policy_version == loop.rows[-1]["step"]
 
 
@@ -174,15 +173,14 @@ async def test_replicas_that_all_fail_a_publish_leave_a_row_and_a_checkpoint_of_
     loop.trainer.failing_replicas = {4: {0, 1}}
     with pytest.raises(NoReplicasLeft, match=r"lm_head\.weight"):
         await loop.run()
-    state = loop.checkpoints.read(loop.checkpoints.newest())
+    state = loop.saved
     assert state.step == state.policy_version == state.buffer.num_batches == 4
     assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
     assert loop.rows[-1]["sync/replicas_committed"] == 0
 
 
 async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpoint(tmp_path: Path) -> None:
-    config = make_config(num_steps=4)
-    loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=2)))
+    loop = Loop(tmp_path, make_config(num_steps=4, run={"eval_every_steps": 2}))
 
     async def dies_at_2(prompt: Prompt, n: int, *_: object, worker: FakeWorker) -> list[Rollout]:
         if prompt.prompt_id >= 1000 and loop.world.version == 2:
@@ -193,7 +191,7 @@ async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpo
         worker.generate_group = partial(dies_at_2, worker=worker)  # type: ignore[method-assign]
     with pytest.raises(NoReplicasLeft, match="gone"):
         await loop.run()
-    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
+    assert loop.saved.step == 2
     assert [row["step"] for row in loop.rows] == [0, 1, 2]
 
 
@@ -203,7 +201,7 @@ async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpo
     loop.rewards.fails = lambda: loop.world.version >= 2
     with pytest.raises(TrainingStopped, match=r"reward exact_match failed on every response of 8 groups"):
         await loop.run()
-    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 4
+    assert loop.saved.step == 4
     assert [row["reward/failures"] for row in loop.rows] == [None, 0, 0, 6, 6]
     assert [row["loss/total"] for row in loop.rows] == [None, 0, 0, None, None]
     assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 0, 1, 1]
@@ -309,13 +307,11 @@ async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path
 
 async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     """One row a step and no prompt skipped, although rows 3 and 4 were written after the checkpoint."""
-    whole = Loop(tmp_path / "whole", make_config(staleness=1, num_steps=6, epochs_per_step=2))
-    (tmp_path / "whole").mkdir()
+    config = make_config(staleness=1, num_steps=6, epochs_per_step=2)
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    whole, first = Loop(tmp_path / "whole", config), Loop(tmp_path / "parts", config)
     await whole.run()
-
-    (tmp_path / "parts").mkdir()
-    first = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6, epochs_per_step=2))
-    first.trainer.not_finite = set()
 
     async def dies_at_version_4() -> None:
         if first.world.version == 4:
@@ -326,7 +322,7 @@ async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
         await first.run()
     assert [row["step"] for row in first.rows] == [0, 1, 2, 3, 4]
 
-    second = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6, epochs_per_step=2), resume_step=2)
+    second = Loop(tmp_path / "parts", config, resume_step=2)
     await second.run()
     assert [row["step"] for row in second.rows] == list(range(7))
     assert [row["policy_version"] for row in second.rows] == list(range(7))
@@ -339,8 +335,8 @@ async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
 
 
 async def test_with_a_relay_the_trainer_writes_to_one_replica_and_after_its_failure_to_the_next(tmp_path: Path) -> None:
-    config = replace(make_config(), weight_sync=WeightSyncConfig(relay=Relay.node, trace_every_steps=1))
-    loop = Loop(tmp_path, config, num_workers=3)
+    sync = WeightSyncConfig(relay=Relay.node, trace_every_steps=1)
+    loop = Loop(tmp_path, make_config(sync=sync), num_workers=3)
     loop.trainer.failing_replicas = {2: {0}}
     await loop.run()
     assert loop.trainer.excluded == [(0, [1, 2]), (1, [1, 2]), (2, [1, 2]), (2, [0, 2]), (3, [0, 2]), (4, [0, 2])]
@@ -353,8 +349,7 @@ async def test_with_a_relay_the_trainer_writes_to_one_replica_and_after_its_fail
 
 
 async def test_an_evaluation_in_which_every_reward_fails_is_no_success(tmp_path: Path) -> None:
-    config = make_config(num_steps=0)
-    loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=1)))
+    loop = Loop(tmp_path, make_config(num_steps=0, run={"eval_every_steps": 1}))
     loop.rewards.fails = lambda: True
     with pytest.raises(TrainingStopped, match=r"reward exact_match failed on every response of 2 groups.*start again"):
         await loop.run()

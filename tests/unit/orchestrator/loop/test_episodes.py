@@ -10,9 +10,7 @@ from slipstream.orchestrator.errors import TrainingStopped
 
 
 def a_loop(folder: Path, num_steps: int = 3, **more: int) -> Loop:
-    config = make_config(num_steps=num_steps, groups_per_step=2)
-    config = replace(config, algorithm=replace(config.algorithm, group_size=4))
-    loop = Loop(folder, config, **more)
+    loop = Loop(folder, make_config(num_steps=num_steps, groups_per_step=2, group_size=4), **more)
     loop.episodes = FakeEpisodes(loop.world)
     return loop
 
@@ -76,7 +74,6 @@ async def test_a_resumed_run_goes_on_with_whole_episodes(tmp_path: Path) -> None
 async def test_an_agent_that_always_fails_is_blamed_with_its_first_traceback(tmp_path: Path) -> None:
     """8 groups in a row; until then steps without a sample pass."""
     loop = a_loop(tmp_path, num_steps=9)
-    assert loop.episodes is not None
     loop.config = replace(loop.config, rollout=replace(loop.config.rollout, agent="agent.py:play"))
     loop.episodes.all_fail = True
     with pytest.raises(TrainingStopped) as stopped:
@@ -89,7 +86,6 @@ async def test_an_agent_that_always_fails_is_blamed_with_its_first_traceback(tmp
 
 async def test_a_run_of_few_groups_that_all_failed_does_not_end_as_if_it_had_taught_something(tmp_path: Path) -> None:
     loop = a_loop(tmp_path, num_steps=2)
-    assert loop.episodes is not None
     loop.episodes.all_fail = True
     with pytest.raises(TrainingStopped, match=r"failed in every episode of .* groups in a row(.|\n)*start again"):
         await loop.run()
@@ -98,7 +94,6 @@ async def test_a_run_of_few_groups_that_all_failed_does_not_end_as_if_it_had_tau
 
 async def test_where_agent_and_reward_both_fail_both_are_named(tmp_path: Path) -> None:
     loop = a_loop(tmp_path, num_steps=9)
-    assert loop.episodes is not None
     loop.rewards.fails = lambda: True
     loop.episodes.has_rewards = False
     with pytest.raises(

@@ -7,10 +7,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes.fleet import until
-from fakes.loop import Loop, make_config
+from fakes.loop import Loop, end, make_config
 from fakes.workers import FakeWorker
 from fakes.world import World
 
@@ -25,9 +26,8 @@ from slipstream.rollout.types import Group, Prompt, Rollout
 
 
 def beside(num_steps: int = 6, every: int = 2, **run: object) -> RunConfig:
-    config = make_config(num_steps=num_steps)
-    section = replace(config.run, eval_every_steps=every, eval_beside=True, checkpoint_every_steps=0, **run)
-    return replace(config, run=section, data=replace(config.data, eval_path="held_out.jsonl"))
+    section = {"eval_every_steps": every, "eval_beside": True, "checkpoint_every_steps": 0} | run
+    return make_config(num_steps=num_steps, run=section, eval_path="held_out.jsonl")
 
 
 class SlowWorker(FakeWorker):
@@ -130,13 +130,10 @@ async def test_an_evaluation_lets_go_of_its_version_when_it_has_sampled_and_says
         clock.now += 3.5
         return {}
 
-    run = replace(beside().run, eval_beside=is_beside)
-    config = replace(beside(), weight_sync=WeightSyncConfig(mode=mode), run=run)
-    services, sampler = (
-        SimpleNamespace(router=SimpleNamespace(keep_version=keep_version)),
-        SimpleNamespace(evaluate=evaluate),
-    )
-    under_way = Evaluations(config, services, sampler)  # pyright: ignore[reportArgumentType]
+    config = replace(beside(eval_beside=is_beside), weight_sync=WeightSyncConfig(mode=mode))
+    services: Any = SimpleNamespace(router=SimpleNamespace(keep_version=keep_version))
+    sampler: Any = SimpleNamespace(evaluate=evaluate)
+    under_way = Evaluations(config, services, sampler)
     assert not under_way.is_running and not under_way.has_ended
     await under_way.begin(4, 7)
     assert under_way.is_running and not under_way.has_ended
@@ -161,9 +158,7 @@ async def test_a_run_that_is_told_to_end_leaves_no_evaluation_behind(tmp_path: P
     opens_at(loop, 99)
     running = asyncio.create_task(loop.run())
     await until(lambda: len(loop.trainer.trained) == 1)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    await end(running)
     await asyncio.sleep(0)
     assert not [task for task in asyncio.all_tasks() if "Evaluations._run" in repr(task)]
 
@@ -179,20 +174,17 @@ async def test_an_evaluation_that_fails_beside_training_ends_the_run_with_its_st
         worker.before["generate_group"] = gone
     with pytest.raises(NoReplicasLeft, match="gone"):
         await loop.run()
-    assert loop.checkpoints.read(loop.checkpoints.newest()).step == loop.rows[-1]["step"]
+    assert loop.saved.step == loop.rows[-1]["step"]
 
 
 async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> None:
-    config = beside(num_steps=6, every=1, keep_best="eval/reward", eval_samples_per_prompt=2)
-    config = replace(config, run=replace(config.run, eval_beside=False))
+    config = beside(num_steps=6, every=1, keep_best="eval/reward", eval_samples_per_prompt=2, eval_beside=False)
     loop = Loop(tmp_path, config)
     folder, saved_early = loop.folder.checkpoints, list[bool]()
 
     def is_flat(prompt: Prompt) -> bool:
         if is_held_out := prompt.prompt_id >= 1000:
-            saved_early.append(
-                len(complete_checkpoints(folder)) > 0 and step_of(loop.checkpoints.newest()) >= len(loop.rows)
-            )
+            saved_early.append(bool(complete_checkpoints(folder)) and loop.saved.step >= len(loop.rows))
         return is_held_out and loop.world.version == 2
 
     loop.rewards.is_flat = is_flat
@@ -215,8 +207,7 @@ async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> 
 
 
 async def test_a_resumed_run_knows_the_best_checkpoint_of_the_steps_before_it(tmp_path: Path) -> None:
-    config = beside(num_steps=3, every=1, keep_best="eval/reward")
-    config = replace(config, run=replace(config.run, eval_beside=False))
+    config = beside(num_steps=3, every=1, keep_best="eval/reward", eval_beside=False)
     first = Loop(tmp_path, config)
     first.rewards.is_flat = lambda prompt: prompt.prompt_id >= 1000 and first.world.version == 2
     await first.run()
@@ -237,9 +228,7 @@ async def test_checkpoints_wait_for_the_evaluation_beside_training(tmp_path: Pat
 
 async def test_a_checkpoint_stays_while_its_evaluation_goes_on_however_many_are_newer(tmp_path: Path) -> None:
     """Two are kept. That of step 3 is judged when steps 4 to 6 are made."""
-    config = beside(num_steps=6, every=3, keep_best="eval/reward")
-    config = replace(config, run=replace(config.run, checkpoint_every_steps=1))
-    loop = slow_loop(tmp_path, config)
+    loop = slow_loop(tmp_path, beside(num_steps=6, every=3, keep_best="eval/reward", checkpoint_every_steps=1))
     gate = asyncio.Event()
 
     async def publish() -> None:
@@ -256,7 +245,7 @@ async def test_a_checkpoint_stays_while_its_evaluation_goes_on_however_many_are_
 
 async def test_a_run_of_no_step_publishes_and_evaluates_once(tmp_path: Path) -> None:
     """What `slipstream eval` starts."""
-    loop = slow_loop(tmp_path, replace(beside(num_steps=0), run=replace(beside(num_steps=0).run, eval_beside=False)))
+    loop = slow_loop(tmp_path, beside(num_steps=0, eval_beside=False))
     controller = await loop.run()
     (row,) = read_rows(loop.folder.evaluations)
     assert (controller.step, row["step"], row["eval/failures"], loop.trainer.trained) == (0, 0, 0, [])

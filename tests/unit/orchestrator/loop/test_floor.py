@@ -10,24 +10,19 @@ from unittest.mock import AsyncMock
 
 import pytest
 from fakes.clock import on_jumping_clock
-from fakes.fleet import never
+from fakes.fleet import serve, supervised
 from fakes.loop import Loop, make_config
-from fakes.trainer import outcome
-from fakes.workers import FakeWorker
 from fakes.world import World
 
-from slipstream.conf.schema import RolloutConfig, RunConfig, SamplingConfig
+from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.router import Router
-from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.loop import controller
 from slipstream.orchestrator.loop.floor import FLOOR_TIMEOUT_S, MAX_SCORED_TOKENS, measure_floor
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 
 def a_run(tmp_path: Path, temperature: float = 1.0, **changes: int) -> Loop:
-    config = make_config(**changes)
-    rollout = RolloutConfig(sampling=SamplingConfig(temperature=temperature))
-    return Loop(tmp_path, RunConfig(run=config.run, algorithm=config.algorithm, rollout=rollout))
+    return Loop(tmp_path, make_config(rollout={"sampling": SamplingConfig(temperature=temperature)}, **changes))
 
 
 async def test_floor_is_measured_at_the_first_step_and_then_this_often(
@@ -118,6 +113,14 @@ async def test_the_floor_is_the_mean_over_tokens_and_the_farthest_of_them() -> N
     assert found["parity/floor_k3"] == pytest.approx((math.exp(-0.5) + 0.5 - 1) / 2)
 
 
+async def serving(version: int) -> tuple[Router, World]:
+    """A router of one worker, and what that was asked."""
+    supervisor, (worker,) = supervised(1)
+    worker.world.committed[0] = version
+    await serve(supervisor)
+    return Router(supervisor, request_timeout_s=5), worker.world
+
+
 @pytest.mark.parametrize(
     ("group", "max_model_len", "scored_tokens"),
     [
@@ -131,22 +134,15 @@ async def test_the_floor_is_the_mean_over_tokens_and_the_farthest_of_them() -> N
 async def test_scored_are_tokens_of_the_engines_version_as_far_as_they_fit(
     group: Group, max_model_len: int, scored_tokens: int | None
 ) -> None:
-    world = World(committed=[3])
-    supervisor = Supervisor([FakeWorker(world, 0)], restart=never)
-    await supervisor.hold()
-    await supervisor.settle([outcome(True)])
-    router = Router(supervisor, request_timeout_s=5)
+    router, world = await serving(3)
     found = await measure_floor(router, [group], 3, num_sequences=4, max_model_len=max_model_len)
     assert [len(tokens) for _, tokens in world.scored] == ([] if scored_tokens is None else [scored_tokens])
     assert bool(found) == (scored_tokens is not None)
 
 
 async def test_the_first_response_of_each_of_the_first_groups_is_scored() -> None:
-    world = World(committed=[3])
-    supervisor = Supervisor([FakeWorker(world, 0)], restart=never)
-    await supervisor.hold()
-    await supervisor.settle([outcome(True)])
+    router, world = await serving(3)
     groups = [Group(Prompt(n, (n,), ""), a_group(1, [3]).rollouts * 2, [1.0, 0.0]) for n in range(4)]
     groups[1] = replace(groups[1], rollouts=a_group(1, [2]).rollouts * 2)  # of an older version
-    await measure_floor(Router(supervisor, request_timeout_s=5), groups, 3, num_sequences=2, max_model_len=99)
+    await measure_floor(router, groups, 3, num_sequences=2, max_model_len=99)
     assert world.scored == [(3, [0, 5]), (3, [2, 5])]

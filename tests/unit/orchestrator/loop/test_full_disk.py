@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from unittest.mock import AsyncMock
@@ -70,10 +69,9 @@ async def test_a_run_whose_rows_find_no_room_ends_and_goes_on_once_there_is_some
         await loop.run()
     lost = loop.rows[-1]["step"] + 1
     assert 4 <= lost < 12, "the limit of this test fits no row, or all of them"
-    newest = loop.checkpoints.newest()
-    assert newest is not None and loop.checkpoints.read(newest).step in (lost - 2, lost - 1)
+    assert loop.saved.step in (lost - 2, lost - 1)
 
-    rest = Loop(tmp_path, make_config(num_steps=12), resume_step=loop.checkpoints.read(newest).step)
+    rest = Loop(tmp_path, make_config(num_steps=12), resume_step=loop.saved.step)
     await rest.run()
     assert [row["step"] for row in rest.rows] == list(range(13))
 
@@ -84,7 +82,7 @@ async def test_a_checkpoint_without_room_ends_the_run_and_leaves_the_one_before_
     with pytest.raises(DiskFull, match="No space left on device"):
         await loop.run()
     assert [path.name for path in loop.folder.checkpoints.iterdir()] == ["step-000002"], "what was half written is gone"
-    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
+    assert loop.saved.step == 2
     assert loop.rows[-1]["step"] >= 4, "no step is lost that was trained before its files found no room"
 
 
@@ -101,21 +99,22 @@ async def test_a_save_without_room_does_not_hide_why_the_run_ends(
     assert not any(r.exc_info for r in caplog.records if r.levelno >= logging.INFO), "tracebacks are run.log's alone"
 
 
-async def test_refused_steps_that_cannot_be_saved_are_still_why_the_run_stops(tmp_path: Path) -> None:
-    config = make_config(num_steps=9)
-    loop = Loop(tmp_path, replace(config, run=replace(config.run, checkpoint_every_steps=0)))
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, ".*No space left on device"),
+        (WaitTimeout("gave up after 60 s"), r"\(gave up after 60 s\)"),  # of a trainer that does not save
+    ],
+)
+async def test_refused_steps_that_cannot_be_saved_are_still_why_the_run_stops(
+    error: Exception | None, said: str, tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9, run={"checkpoint_every_steps": 0}))
     loop.trainer.not_finite = {2, 3, 4}
     full_for_checkpoints(loop, from_version=0)
-    with pytest.raises(TrainingStopped, match=r"3 steps in a row .* could not be saved .*No space left on device"):
-        await loop.run()
-
-
-async def test_refused_steps_are_still_why_the_run_stops_where_the_trainer_does_not_save(tmp_path: Path) -> None:
-    config = make_config(num_steps=9)
-    loop = Loop(tmp_path, replace(config, run=replace(config.run, checkpoint_every_steps=0)))
-    loop.trainer.not_finite = {2, 3, 4}
-    loop.trainer.before["has_written"] = AsyncMock(side_effect=WaitTimeout("gave up after 60 s"))
-    with pytest.raises(TrainingStopped, match=r"3 steps in a row .* could not be saved \(gave up after 60 s\)"):
+    if error is not None:
+        loop.trainer.before["has_written"] = AsyncMock(side_effect=error)
+    with pytest.raises(TrainingStopped, match=f"3 steps in a row .* could not be saved {said}"):
         await loop.run()
 
 

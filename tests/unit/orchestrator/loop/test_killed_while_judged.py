@@ -24,10 +24,8 @@ from slipstream.rollout.types import Prompt, Rollout
 
 
 def judged(**run: object) -> RunConfig:
-    config = make_config(num_steps=3)
-    options = {"eval_every_steps": 1, "checkpoint_every_steps": 0, "keep_best": "eval/reward", **run}
-    section = replace(config.run, **options)  # type: ignore[arg-type]
-    return replace(config, run=section, data=replace(config.data, eval_path="held_out.jsonl"))
+    options = {"eval_every_steps": 1, "checkpoint_every_steps": 0, "keep_best": "eval/reward"} | run
+    return make_config(num_steps=3, run=options, eval_path="held_out.jsonl")
 
 
 def loop_of(folder: Path, config: RunConfig, step: int = 0) -> Loop:

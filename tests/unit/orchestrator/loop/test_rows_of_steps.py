@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from fakes.loop import Loop, make_config
@@ -12,8 +11,7 @@ from slipstream.orchestrator.files.row_files import read_rows
 
 
 async def test_so_many_responses_of_a_step_are_shown_as_was_asked_for(tmp_path: Path) -> None:
-    config = make_config(num_steps=2)
-    loop = Loop(tmp_path, replace(config, run=replace(config.run, samples_per_step=2)))
+    loop = Loop(tmp_path, make_config(num_steps=2, run={"samples_per_step": 2}))
     await loop.run()
     samples = [json.loads(line) for line in loop.folder.samples.read_text().splitlines()]
     assert [row["step"] for row in samples if row["kind"] == "training"] == [1, 1, 2, 2]
@@ -58,8 +56,7 @@ async def test_what_a_reward_gave_and_what_its_judge_cost_is_in_the_rows(tmp_pat
     """Two steps of 3 groups of 2, of which one is right: the reward style is half of 0 or 1. Two held-out prompts are
     judged before the first step.
     """
-    config = make_config(num_steps=2)
-    loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=1)))
+    loop = Loop(tmp_path, make_config(num_steps=2, run={"eval_every_steps": 1}))
     loop.rewards.requests = 0
     await loop.run()
     assert [row["reward/style_mean"] for row in loop.rows] == [None, 0.25, 0.25]

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,15 +50,10 @@ class Noting(FakeWorker):
 
 @pytest.mark.parametrize("num_places", [1, 3])
 async def test_training_and_evaluation_share_the_places(tmp_path: Path, num_places: int) -> None:
-    config = make_config(num_steps=6, staleness=2, groups_per_step=8)
-    config = replace(
-        config,
-        run=replace(config.run, eval_every_steps=1),
-        rollout=replace(config.rollout, max_concurrent_groups=num_places),
-    )
+    run, rollout = {"eval_every_steps": 1}, {"max_concurrent_groups": num_places}
+    config = make_config(num_steps=6, staleness=2, groups_per_step=8, run=run, rollout=rollout)
     loop = Loop(tmp_path, config, num_workers=1)
-    worker = Noting(loop.workers[0])
-    loop.workers[0] = worker
+    loop.workers[0] = worker = Noting(loop.workers[0])
     await loop.run()
     assert worker.num_most == num_places
 
@@ -69,13 +63,11 @@ async def what_is_asked(
 ) -> dict[bool, list[tuple[int, SamplingConfig | None]]]:
     """Prompt and options of every group of a run of a few steps, training and held out."""
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
-    config = make_config(drop_zero_variance_groups=drops_flat)
-    rollout = replace(config.rollout, sampling=training or SamplingConfig(), eval=EvalSamplingConfig(**evaluation))
-    run = replace(config.run, eval_every_steps=1)
-    loop = Loop(folder, replace(config, rollout=rollout, run=run), num_workers=1)
+    rollout = {"sampling": training or SamplingConfig(), "eval": EvalSamplingConfig(**evaluation)}
+    config = make_config(drop_zero_variance_groups=drops_flat, rollout=rollout, run={"eval_every_steps": 1})
+    loop = Loop(folder, config, num_workers=1)
     loop.rewards.is_flat = lambda prompt: drops_flat and prompt.prompt_id % 2 == 0
-    worker = Noting(loop.workers[0])
-    loop.workers[0] = worker
+    loop.workers[0] = worker = Noting(loop.workers[0])
     await loop.run()
     return worker.asked
 
@@ -113,8 +105,8 @@ async def test_a_held_out_prompt_has_the_same_seed_in_every_evaluation(tmp_path:
 
 async def test_every_judged_group_is_told_to_the_order_of_prompts(tmp_path: Path) -> None:
     """In one place, and more of equal rewards in all than may come in a row."""
-    config = make_config(num_steps=12, drop_zero_variance_groups=True)
-    loop = Loop(tmp_path, replace(config, rollout=replace(config.rollout, max_concurrent_groups=1)))
+    config = make_config(num_steps=12, drop_zero_variance_groups=True, rollout={"max_concurrent_groups": 1})
+    loop = Loop(tmp_path, config)
     loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 2 == 0
     async with asyncio.timeout(60):  # it waits for ever where a place is lost
         await loop.run()
@@ -161,9 +153,8 @@ async def test_the_runs_reward_judges_episodes_whose_agent_returned_none_and_did
         episodes=SimpleNamespace(run_group=run_group), rewards=SimpleNamespace(score_group=score_group), teacher=None,
         activities=SimpleNamespace(note=lambda *_: None), eval_sets={"held": [Prompt(1000, (1,), "a")]},
     )  # fmt: skip
-    config = make_config()
-    run, data = replace(config.run, eval_beside=True), replace(config.data, eval_path="held_out.jsonl")
-    sampler = Sampler(replace(config, run=run, data=data), services, SimpleNamespace())  # type: ignore[arg-type]
+    config = make_config(run={"eval_beside": True}, eval_path="held_out.jsonl")
+    sampler = Sampler(config, services, SimpleNamespace())  # type: ignore[arg-type]
     sampler._places = None  # type: ignore[assignment] - those of training, which an evaluation beside it leaves alone
     (group,) = (await sampler.evaluate())["held"]
     assert group.rewards == [0.0, 1.0, None, 0.0]
@@ -176,7 +167,7 @@ async def test_prompts_that_tell_nothing_end_the_run_with_its_state_saved(tmp_pa
     loop.rewards.is_flat = lambda prompt: loop.world.version >= 2
     with pytest.raises(TrainingStopped, match=r"30 groups in a row had equal rewards \(1 in the last one\)"):
         await loop.run()
-    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
+    assert loop.saved.step == 2
 
 
 async def test_a_row_that_cannot_be_a_prompt_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
@@ -192,8 +183,7 @@ async def test_a_row_that_cannot_be_a_prompt_ends_the_run_with_its_state_saved(t
     loop.prompts = Streamed()
     with pytest.raises(DataError, match=r"train\.jsonl:9: the prompt is empty"):
         await loop.run()
-    state = loop.checkpoints.read(loop.checkpoints.newest())
-    assert state.step >= 1 and state.prompts == {"cursor": 8}
+    assert loop.saved.step >= 1 and loop.saved.prompts == {"cursor": 8}
 
 
 NO_BUFFER: Any = SimpleNamespace()
@@ -220,9 +210,7 @@ def slow_services(group_s: float) -> Any:
 async def test_an_evaluation_is_waited_for_while_its_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, each in less than a group may take, and all of them in more."""
     monkeypatch.setattr(Sampler, "patience_s", 60.0)
-    config = make_config()
-    config = replace(config, rollout=replace(config.rollout, max_concurrent_groups=1))
-    config = replace(config, run=replace(config.run, eval_samples_per_prompt=3))
+    config = make_config(rollout={"max_concurrent_groups": 1}, run={"eval_samples_per_prompt": 3})
     sampler = Sampler(config, slow_services(50.0), NO_BUFFER)
     assert [group.rewards for group in (await sampler.evaluate())["held"]] == [[1.0] * 3] * 3
     sampler = Sampler(config, slow_services(70.0), NO_BUFFER)
@@ -233,9 +221,7 @@ async def test_an_evaluation_is_waited_for_while_its_groups_end(monkeypatch: pyt
 @on_jumping_clock
 @pytest.mark.parametrize("is_beside", [True, False])
 async def test_an_evaluation_beside_training_has_fewer_places_of_its_own(is_beside: bool) -> None:
-    config = make_config()
-    run = replace(config.run, eval_beside=is_beside)
-    config = replace(config, run=run, data=replace(config.data, eval_path="held_out.jsonl"))
+    config = make_config(run={"eval_beside": is_beside}, eval_path="held_out.jsonl")
     services, num_now, most = slow_services(1.0), 0, 0
     generate_group = services.router.generate_group
 
@@ -297,12 +283,8 @@ async def test_a_batch_is_waited_for_while_groups_end_and_its_error_says_what_is
 def test_patience_is_for_a_failure_of_each_worker_a_judgement_of_each_response_and_a_start(
     words: list[str], has_teacher: bool, patience_s: float
 ) -> None:
-    config = load_run_config(
-        [
-            *("experiment=quickstart", "rollout.request_timeout_s=10", "rollout.max_restarts=0", "reward.timeout_s=7"),
-            *("cluster.start_timeout_s=500", *words),
-        ]
-    )
+    timeouts = ("rollout.request_timeout_s=10", "reward.timeout_s=7", "cluster.start_timeout_s=500")
+    config = load_run_config(["experiment=quickstart", "rollout.max_restarts=0", *timeouts, *words])
     assert config.algorithm.teacher.timeout_s == 120
     sampler = object.__new__(Sampler)
     sampler._config, sampler._services = config, SimpleNamespace(teacher="one" if has_teacher else None)  # type: ignore[assignment]

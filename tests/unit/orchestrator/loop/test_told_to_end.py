@@ -1,58 +1,47 @@
 """Locks: a run that is told to end (Ctrl-C, SIGTERM) ends the step under way and saves what it has."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes.clock import turns
 from fakes.fleet import until
-from fakes.loop import Loop, make_config
+from fakes.loop import Loop, end, make_config
 
-from slipstream.conf.schema import RunConfig
 from slipstream.fleet.waiting import finish_first
 from slipstream.orchestrator.loop import step_loop
 
-
-def without_checkpoints(config: RunConfig) -> RunConfig:
-    return replace(config, run=replace(config.run, checkpoint_every_steps=0))
-
-
-async def end(running: asyncio.Task[object]) -> None:
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+UNSAVED = make_config(num_steps=9, run={"checkpoint_every_steps": 0})
 
 
 async def test_while_it_waits_for_a_batch_it_is_saved_as_it_is(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
+    loop = Loop(tmp_path, UNSAVED)
     running = asyncio.create_task(loop.run())
     await until(lambda: len(loop.trainer.trained) == 3)
     for worker in loop.workers:
         worker.gate = asyncio.Event()  # the next batch comes when the run is saved
     await until(lambda: loop.controller is not None and loop.controller.step == 3)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns()
 
     async def it_comes() -> None:
         for worker in loop.workers:
             assert worker.gate is not None
             worker.gate.set()
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns(50)
 
     loop.trainer.before["end of begin_checkpoint"] = it_comes
     await end(running)
-    state = loop.checkpoints.read(loop.checkpoints.newest())
+    state = loop.saved
     assert (state.step, state.policy_version, state.buffer.num_batches) == (3, 3, 3), "nobody takes it any more"
     assert len(state.buffer.groups) == 3
 
-    rest = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)), resume_step=3)
+    rest = Loop(tmp_path, UNSAVED, resume_step=3)
     await rest.run()
     assert [row["step"] for row in rest.rows] == list(range(10))
 
 
 async def test_a_step_under_way_is_ended_and_saved(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
+    loop = Loop(tmp_path, UNSAVED)
     gate = asyncio.Event()
 
     async def slow_at_4() -> None:
@@ -64,7 +53,7 @@ async def test_a_step_under_way_is_ended_and_saved(tmp_path: Path) -> None:
     await until(lambda: len(loop.trainer.trained) == 5)
     asyncio.get_running_loop().call_later(0.05, gate.set)
     await end(running)
-    state = loop.checkpoints.read(loop.checkpoints.newest())
+    state = loop.saved
     assert (state.step, state.policy_version, state.buffer.num_batches) == (5, 5, 5)
     assert [row["step"] for row in loop.rows] == list(range(6))
 
@@ -73,7 +62,7 @@ async def test_a_step_that_takes_too_long_is_left_and_nothing_half_done_is_saved
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_loop, "LAST_STEP_S", 0.05)
-    loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
+    loop = Loop(tmp_path, UNSAVED)
 
     async def never_at_3() -> None:
         if len(loop.trainer.trained) == 3:
@@ -98,14 +87,12 @@ async def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) ->
 
 async def test_a_checkpoint_of_the_same_step_is_not_written_twice(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make_config(num_steps=4))
-    running = asyncio.create_task(loop.run())
-    await running
-    assert loop.controller is not None
+    controller = await loop.run()
     newest = loop.checkpoints.newest()
     assert newest is not None
     before = {path: path.stat().st_mtime_ns for path in newest.rglob("*")}
     assert (newest / "adapter" / "adapter_model.safetensors").read_text() == "4", "it can be served"
-    assert await loop.controller.save() == newest
+    assert await controller.save() == newest
     assert {path: path.stat().st_mtime_ns for path in newest.rglob("*")} == before
 
 

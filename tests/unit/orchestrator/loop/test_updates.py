@@ -1,7 +1,6 @@
 """Locks: what each of a step's updates learns from, what a version is then, and advantages over a batch."""
 
 import json
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,8 @@ from hypothesis import given, strategies as st
 from oracles.advantages import ADVANTAGE_CASES, our_advantages
 
 from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
-from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.timeline import Activities
-from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages
+from slipstream.orchestrator.loop.advantages import batch_advantages
 from slipstream.orchestrator.loop.ports import Stopwatch
 from slipstream.orchestrator.loop.samples import advantage_function, draft_samples, filled, scored
 from slipstream.orchestrator.loop.updates import combined, minibatches, score, update
@@ -144,8 +142,7 @@ async def test_every_draft_has_the_scores_of_its_own_sample() -> None:
 
 async def test_a_minibatch_without_samples_is_no_update() -> None:
     """Two of three groups have samples. Two ranks share each microbatch."""
-    config = make_config(minibatches_per_step=3)
-    config = replace(config, trainer=replace(config.trainer, num_ranks=2, cp_size=2))
+    config = make_config(minibatches_per_step=3, trainer={"num_ranks": 2, "cp_size": 2})
     groups = [Group(Prompt(0, (1,), "a"), [Rollout([5], [-1.0], [0], "t", "stop")] * 2, [1.0, 0.0])] * 2
     samples = build_samples(groups, AlgorithmConfig())
     told: list[object] = []
@@ -168,8 +165,7 @@ async def test_a_minibatch_without_samples_is_no_update() -> None:
 
 async def test_microbatches_have_room_for_prompts_too() -> None:
     """Eight sequences of 3 + 1 tokens, at most 8 tokens in a microbatch, two ranks: two in each of two."""
-    config = make_config()
-    config = replace(config, trainer=replace(config.trainer, max_microbatch_tokens=8))
+    config = make_config(trainer={"max_microbatch_tokens": 8})
     rollouts = [Rollout([5], [-1.0], [0], "t", "stop")] * 8
     groups = [Group(Prompt(0, (1, 2, 3), "abc"), rollouts, [1.0, 0.0] * 4)]
     packed: list[list[list[int]]] = []
@@ -202,15 +198,6 @@ async def test_microbatches_have_room_for_prompts_too() -> None:
 @pytest.mark.parametrize("name", ADVANTAGE_CASES)
 def test_advantages_equal_those_of_verl(name: str) -> None:
     assert our_advantages(ADVANTAGE_CASES[name]).tolist() == pytest.approx(RECORDED[name][0], rel=1e-6, abs=1e-7)
-
-
-def test_group_mean_weighs_by_how_rare_a_success_is() -> None:
-    """1 of 4 right, mean 1/4: 3 and -1. 3 of 4, mean 3/4: 1/3 and -1."""
-    assert group_advantages([1.0, 0.0, None, 0.0, 0.0], "group_mean") == [3.0, -1.0, None, -1.0, -1.0]
-    assert group_advantages([1.0, 1.0, 1.0, 0.0], "group_mean") == pytest.approx([1 / 3] * 3 + [-1])
-    assert group_advantages([0.0, 0.0], "group_mean") == [0.0, 0.0]
-    with pytest.raises(TrainingStopped, match="never negative"):
-        group_advantages([-1.0, 0.0], "group_mean")
 
 
 @given(st.lists(st.lists(st.one_of(st.none(), st.integers(0, 3).map(float)), min_size=2, max_size=4), max_size=4))

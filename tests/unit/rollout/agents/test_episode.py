@@ -8,6 +8,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from fakes.chat_templates import FakeChatText
+from fakes.clock import turns
 
 from slipstream.rollout.agents import episode as episode_module
 from slipstream.rollout.agents.chat_text import Reply
@@ -81,11 +82,6 @@ class Table:
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
-
-
-async def turns() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_a_turn_is_what_was_given_and_said() -> None:
