@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 import pytest
 from fakes.memory_transport import MemoryFabric, MemoryTransport
@@ -61,6 +62,12 @@ class World:
 
     def publish(self, **options: object):
         return self.rank.delivery.publish(self.rank.policy_version, **options)
+
+    def stepped(self) -> Self:
+        """Once a first version was published and the next one made."""
+        self.publish()
+        self.step()
+        return self
 
     def all_hold_it(self) -> bool:
         folder = self.folder / str(self.rank.policy_version)

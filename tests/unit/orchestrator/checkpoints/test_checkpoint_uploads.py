@@ -50,6 +50,14 @@ def write(checkpoints: CheckpointStore, step: int) -> Path:
     return checkpoints.finish(partial, RunState(step, step, {"epoch": 0}, {}, BufferState()))
 
 
+def send_with(checkpoints: CheckpointStore, *steps: int) -> None:
+    """Write checkpoints of these steps, and send what is not there."""
+    checkpoints.begin_sending()
+    for step in steps:
+        write(checkpoints, step)
+    checkpoints.finish_sending()
+
+
 def record_of(checkpoints: CheckpointStore) -> dict[str, object]:
     return json.loads((checkpoints.folder / "remote.json").read_text())
 
@@ -86,12 +94,10 @@ def test_the_newest_that_waits_is_sent_and_what_is_being_sent_stays_on_disk(
 
 
 def test_a_spared_checkpoint_stays_there_too(checkpoints: CheckpointStore, remote: ObjectStore) -> None:
-    for step in (1, 2, 3):
-        checkpoints.begin_sending()
-        if step == 2:
-            checkpoints.spared.add(1)
-        write(checkpoints, step)
-        checkpoints.finish_sending()
+    send_with(checkpoints, 1)
+    checkpoints.spared.add(1)
+    for step in (2, 3):
+        send_with(checkpoints, step)
     assert remote.steps() == [1, 3]
 
 
@@ -100,10 +106,8 @@ def test_what_is_left_of_a_checkpoint_that_was_half_removed_there_is_none(
 ) -> None:
     """One that is newer than all that are complete is being sent, and what has another name is not ours."""
     for step in (1, 2):
-        checkpoints.begin_sending()
         checkpoints.spared.add(step)
-        write(checkpoints, step)
-        checkpoints.finish_sending()
+        send_with(checkpoints, step)
     with monkeypatch.context() as away, pytest.raises(ObjectStoreError):
         away.setattr(LocalFileSystem, "rm", Mock(side_effect=OSError("the network is away")))
         remote.prune(keep=1, spared=())
@@ -121,9 +125,7 @@ def test_where_another_process_goes_on_nothing_is_sent_or_removed(
     owner = tmp_path / "store" / "run-1" / "owner"
     owner.parent.mkdir(parents=True)
     owner.write_text("process 6 on elsewhere")
-    checkpoints.begin_sending()
-    write(checkpoints, 1)
-    checkpoints.finish_sending()
+    send_with(checkpoints, 1)
     checkpoints.begin_sending()
     owner.write_text("process 7 on elsewhere")
     for send in (lambda: write(checkpoints, 2), lambda: remote.prune(keep=0, spared=())):
@@ -153,24 +155,19 @@ def test_a_file_is_tried_again_and_then_given_up_for_the_next_checkpoint(
         put(store, path, name)
 
     monkeypatch.setattr(ObjectStore, "_put", fails)
-    checkpoints.begin_sending()
-    write(checkpoints, 1)
-    checkpoints.finish_sending()
+    send_with(checkpoints, 1)
     assert tries == ["step-000001/groups.jsonl"] * 3
     assert record_of(checkpoints)["problem"] == "the network is away"
     tries.clear()
     failing = 2
-    checkpoints.begin_sending()  # it is not there: sent again
-    checkpoints.finish_sending()
+    send_with(checkpoints)  # it is not there: sent again
     assert tries[:3] == ["step-000001/groups.jsonl"] * 3 and tries[-1] == "step-000001/manifest.json"
     assert remote.steps() == [1]
     tries.clear()
-    checkpoints.begin_sending()  # it is there
-    checkpoints.finish_sending()
+    send_with(checkpoints)  # it is there
     assert not tries and record_of(checkpoints)["step"] == 1
     write(checkpoints, 2)  # nobody sends any more
-    checkpoints.begin_sending()
-    checkpoints.finish_sending()
+    send_with(checkpoints)
     assert remote.steps() == [2]
 
 
@@ -227,9 +224,7 @@ def test_a_checkpoint_that_is_there_is_said_to_be_there_although_older_ones_cann
     checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ObjectStore, "prune", Mock(side_effect=ObjectStoreError("nothing may be removed")))
-    checkpoints.begin_sending()
-    write(checkpoints, 1)
-    checkpoints.finish_sending()
+    send_with(checkpoints, 1)
     assert record_of(checkpoints)["step"] == 1 and record_of(checkpoints)["problem"] == ""
     assert "nothing may be removed" in caplog.text and "disk alone" not in caplog.text
 
@@ -238,9 +233,7 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another_one_of_its
     checkpoints: CheckpointStore, remote: ObjectStore, tmp_path: Path
 ) -> None:
     """Two machines begin a run within one second."""
-    checkpoints.begin_sending()
-    write(checkpoints, 1)
-    checkpoints.finish_sending()
+    send_with(checkpoints, 1)
     other = CheckpointStore(tmp_path / "elsewhere" / "run-1" / "checkpoints", keep=1, options={}, remote=remote)
     with pytest.raises(ConfigError, match=r"another run of this name, up to step 1; choose another run\.name"):
         other.begin_sending()
@@ -332,9 +325,7 @@ def test_resume_takes_a_url(
     folder.root.mkdir()
     write_description(folder, config, [])
     checkpoints = checkpoints_of(config, folder)
-    checkpoints.begin_sending()
-    write(checkpoints, 3)
-    checkpoints.finish_sending()
+    send_with(checkpoints, 3)
     assert record_of(checkpoints)["url"] == remote.url, "an object store takes a double slash for a folder"
     assert checkpoints.to_resume(None) is None
     elsewhere = tmp_path / "another machine"

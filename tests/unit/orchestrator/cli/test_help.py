@@ -1,19 +1,16 @@
 """Help of the command line: complete, true and quick."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from fakes.command import REPOSITORY
+from fakes.command import run_python
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.options import GROUPS, flat_options, group_choices, section_docs
 from slipstream.orchestrator.cli import flags as cli_flags
-from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.cli.main import COMMANDS, main
 from slipstream.orchestrator.cli.start_commands import AT_ONCE
 from slipstream.orchestrator.push.push_options import PushOptions
 
@@ -107,43 +104,13 @@ def test_defaults_of_push_are_declared_once_and_shown(capsys: pytest.CaptureFixt
         assert re.search(rf"default {given[name]:g}\n" if name != "log_dir" else "default push-logs\n", shown), name
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train",
-        "resume",
-        "eval",
-        "merge",
-        "stop",
-        "launch",
-        "plan",
-        "parity",
-        "push",
-        "record",
-        "doctor",
-        "status",
-        "recover",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_of_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: slipstream {command}")
     for flag in re.findall(r"^  (--\S+)", shown, re.MULTILINE):
         assert re.search(rf"^  {flag}[^\n]*(  \w|\n {{10,}}\w)", shown, re.MULTILINE), flag
-
-
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that sees this source tree."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 BLOCK = """

@@ -5,14 +5,13 @@ import errno
 import io
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from fakes.command import READY, REPOSITORY, fake_run
+from fakes.command import READY, called, fake_run
 
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.cli.start_commands import AT_ONCE
@@ -91,14 +90,7 @@ def test_a_background_job_that_ignores_interrupts_can_be_wound_down() -> None:
         f"        os._exit(main({READY!r}))\n"
         "    print(signum, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
     )
-    done = subprocess.run(
-        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = called(["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", program])
     said = "2 wound down\n2 130\n15 wound down\n15 143\n1 wound down\n1 129\n"
     assert (done.returncode, done.stdout[-len(said) :]) == (0, said), done.stderr
 
@@ -130,43 +122,29 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     """`slipstream doctor | head -3` in a script that looks at exit codes. rich has an opinion of its own on it."""
     reader, writer = os.pipe()
     os.close(reader)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     code = (
         "import sys; from slipstream.orchestrator.cli import doctor, main\n"
         "doctor.gather = lambda *_: [doctor.Finding('limits', 'files', '10', doctor.Status.ok)] * 99\n"
         "sys.exit(main.main(['doctor']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = called([sys.executable, "-c", code], stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "looking at this machine\n")
 
 
 def test_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m slipstream.orchestrator.cli.main train --help options | head -1"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        command, shell=True, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.stderr == ""
+    assert called(["sh", "-c", command]).stderr == ""
 
 
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_an_output_without_room_is_named_and_a_closed_one_is_no_error(buffered: str) -> None:
     command = [sys.executable, "-m", "slipstream", "--help"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": buffered}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False
-        )
+        done = called(command, stdout=full, PYTHONUNBUFFERED=buffered)
     told = "error: /dev/full cannot be written: No space left on device; make room, or write to another disk\n"
     assert (done.returncode, done.stderr) == (1, told)
-    done = subprocess.run(
-        ["sh", "-c", '"$@" >&-', "sh", *command],
-        env=environment, stderr=subprocess.PIPE, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = called(["sh", "-c", '"$@" >&-', "sh", *command], PYTHONUNBUFFERED=buffered)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -174,10 +152,7 @@ def test_what_the_locale_cannot_write_is_escaped(tmp_path: Path) -> None:
     run = tmp_path / "l\u00e4uft"
     run.mkdir()
     (run / "config.yaml").write_text("run: {num_steps: 9}")
-    done = subprocess.run(
-        [sys.executable, "-m", "slipstream.orchestrator.cli.main", "status", str(run)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "ascii"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "status", str(run)]
+    done = called(command, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "/l\\xe4uft" in done.stdout

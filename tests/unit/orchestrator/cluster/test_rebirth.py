@@ -29,14 +29,17 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebirth_module, "kill_actor", kill)
 
 
-async def started(**options: Any) -> tuple[Cast, RayTrainerGroup]:
-    cast = Cast(**options)
-    return cast, await cast.group()
-
-
 async def step(group: RayTrainerGroup) -> OptimStats:
     await group.forward_backward([[], []], SimpleNamespace())  # type: ignore[arg-type]
     return await group.optimizer_step()
+
+
+async def started(num_steps: int = 0, **options: Any) -> tuple[Cast, RayTrainerGroup]:
+    cast = Cast(**options)
+    group = await cast.group()
+    for _ in range(num_steps):
+        await step(group)
+    return cast, group
 
 
 async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_is_kept(
@@ -65,9 +68,7 @@ async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_
 
 
 async def test_of_states_that_were_under_way_the_one_before_is_taken_and_a_finished_step_computed_again() -> None:
-    cast, group = await started()
-    for _ in range(3):
-        await step(group)
+    cast, group = await started(3)
     cast.kept = {2}  # some rank's third had not arrived
     cast.lives[0][0].dies_in = {"publish"}
     await group.publish(5.0)
@@ -95,9 +96,7 @@ async def test_steps_without_a_kept_state_are_computed_again_and_states_counted_
 
 async def test_ranks_whose_keeper_is_gone_send_to_the_one_in_its_place(caplog: pytest.LogCaptureFixture) -> None:
     """Until it has a whole state, a death would end the run."""
-    cast, group = await started()
-    await step(group)
-    await step(group)
+    cast, group = await started(2)
     cast.readiness, cast.kept = Readiness.never, set()
     await step(group)
     assert cast.names(0).count("keep_states") == 2
@@ -123,8 +122,7 @@ async def test_a_death_before_the_keeper_in_its_place_has_a_state_ends_the_run()
 async def test_ranks_whose_keeper_stays_gone_train_on_and_a_death_ends_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cast, group = await started()
-    await step(group)
+    cast, group = await started(1)
     cast.readiness, cast.no_keeper = Readiness.never, RayError("its node is gone")
     for _ in range(2):
         await step(group)
@@ -147,8 +145,7 @@ async def test_before_the_second_state_everything_since_the_start_is_made_again(
 
 
 async def test_engines_out_of_service_are_left_out_and_others_met_where_they_are_now() -> None:
-    cast, group = await started()
-    await step(group)
+    cast, group = await started(1)
     await group.reconnect(1, "tcp://b2", 5.0)
     await group.publish(5.0, exclude=[0])
     cast.lives[0][0].dies_in = {"forward_backward"}
@@ -165,8 +162,7 @@ async def test_engines_out_of_service_are_left_out_and_others_met_where_they_are
 
 
 async def test_calls_that_fail_at_once_start_ranks_again_once() -> None:
-    cast, group = await started()
-    await step(group)
+    cast, group = await started(1)
     cast.lives[0][1].is_dead = True
     stats, written, _ = await asyncio.gather(step(group), group.has_written(), group.disconnect([1]))
     assert stats.policy_version == 2 and written and len(cast.lives) == 2
@@ -176,8 +172,7 @@ async def test_ranks_that_die_while_nobody_calls_them_are_up_again_before_what_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray_handles, "_LOOK_S", 0.01)
-    cast, group = await started()
-    await step(group)
+    cast, group = await started(1)
     batch: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(group.meanwhile(batch))
     cast.lives[0][1].is_dead = True
@@ -195,9 +190,7 @@ async def test_ranks_that_die_while_nobody_calls_them_are_up_again_before_what_w
 
 
 async def test_a_checkpoint_under_way_is_begun_again_or_told_to_be_lost() -> None:
-    cast, group = await started()
-    for _ in range(2):
-        await step(group)
+    cast, group = await started(2)
     cast.is_written = False
     await group.begin_checkpoint("folder", None)  # type: ignore[arg-type]
     assert not await group.has_written()
@@ -218,8 +211,7 @@ async def test_a_checkpoint_under_way_is_begun_again_or_told_to_be_lost() -> Non
 
 
 async def test_restarts_that_fail_count_and_the_last_one_ends_the_run() -> None:
-    cast, group = await started(max_restarts=3)
-    await step(group)
+    cast, group = await started(1, max_restarts=3)
     cast.start_fails = 1
     cast.lives[0][0].is_dead = True
     await step(group)
@@ -270,10 +262,7 @@ async def test_without_a_death_or_a_state_the_error_ends_the_run() -> None:
     with pytest.raises(TrainingStopped, match="failed with ValueError"):
         await step(group)
     assert len(cast.lives) == 1
-    lost = Cast()
-    group = await lost.group()
-    for _ in range(3):
-        await step(group)
+    lost, group = await started(3)
     lost.kept = {1}
     lost.lives[0][0].is_dead = True
     with pytest.raises(TrainingStopped, match="No state of its last steps is left"):
@@ -316,7 +305,7 @@ class AnotherController:
         return RayTrainerGroup(self.cast, ranks, self.cast.rebirth, is_lora=True)  # type: ignore[arg-type]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of Ray."""
 
@@ -334,7 +323,6 @@ async def steps(cast: Cast, num: int) -> RayTrainerGroup:
     return group
 
 
-@pytest.mark.usefixtures("all_calls")
 async def test_another_controller_takes_living_ranks_back_to_the_step_that_has_a_row() -> None:
     cast = Cast()
     group = await steps(cast, 2)
@@ -348,7 +336,6 @@ async def test_another_controller_takes_living_ranks_back_to_the_step_that_has_a
     assert cast.lives[0][0].calls[-1] == ("optimizer_step", True, 4), "states are counted on"
 
 
-@pytest.mark.usefixtures("all_calls")
 async def test_ranks_that_still_have_the_step_that_has_a_row_read_nothing() -> None:
     cast = Cast()
     group = await AnotherController(cast, await steps(cast, 2)).group()
@@ -356,7 +343,6 @@ async def test_ranks_that_still_have_the_step_that_has_a_row_read_nothing() -> N
     assert [call[0] for call in cast.lives[0][0].calls] == ["settle", "keep_states"]
 
 
-@pytest.mark.usefixtures("all_calls")
 async def test_of_a_rank_that_died_meanwhile_all_are_started_again() -> None:
     cast = Cast()
     group = await steps(cast, 2)
@@ -370,7 +356,6 @@ async def test_of_a_rank_that_died_meanwhile_all_are_started_again() -> None:
     assert (await step(group)).policy_version == 3, "and so are those after it"
 
 
-@pytest.mark.usefixtures("all_calls")
 async def test_without_a_kept_state_ranks_are_used_as_they_are_or_not_at_all() -> None:
     for num_more, is_usable in ((0, True), (1, False)):
         cast = Cast()
@@ -389,7 +374,6 @@ async def test_without_a_kept_state_ranks_are_used_as_they_are_or_not_at_all() -
             await step(group)  # what ranks did before is not known to this controller
 
 
-@pytest.mark.usefixtures("all_calls")
 async def test_ranks_that_do_not_answer_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cast = Cast()
     group = await AnotherController(cast, await steps(cast, 1)).group()

@@ -155,9 +155,12 @@ async def test_a_range_takes_a_number_inside(run: Path) -> None:
         (["drain", "RUN", "first"], "e.g. rollout-1, got 'first'"),
         (["drain", "RUN"], "got nothing"),
         (["drain", "RUN", "rollout-1"], "is not alive"),
+        (["recover"], "needs a run folder"),
+        (["recover", "nowhere"], "not a run folder"),
+        (["recover", "nowhere", "--worker", "first"], "--worker must be an integer, got 'first'"),
     ],
 )
-def test_bad_words_of_a_change_of_workers_are_one_message(
+def test_bad_words_of_a_request_are_one_message(
     run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     assert main([str(run) if word == "RUN" else word for word in words]) == 2
@@ -293,20 +296,6 @@ def test_what_a_run_says_at_its_end_needs_no_room_on_the_disk(run: Path) -> None
     assert how_it_ended(run) == ("failed", f"RuntimeError: {why}")
     assert (after.st_ino, after.st_size, after.st_blocks) == (before.st_ino, before.st_size, before.st_blocks)
     assert before.st_blocks > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "needs a run folder"),
-        (["nowhere"], "not a run folder"),
-        (["nowhere", "--worker", "first"], "--worker must be an integer, got 'first'"),
-    ],
-)
-def test_the_command_says_what_is_wrong(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recover", *words]) == 2
-    assert said in capsys.readouterr().err
-    assert main(["recover", "--help"]) == 0
 
 
 def test_a_disk_without_locks_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

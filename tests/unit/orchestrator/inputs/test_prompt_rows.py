@@ -242,7 +242,7 @@ THINKS = (
 def chats(folder: Path, template: str, rows: list[dict[str, Any]], *words: str) -> RunConfig:
     """A run of the quick start whose tokenizer has this template, on these rows."""
     tokenizer = folder / "tokenizer"
-    tokenizer.mkdir()
+    tokenizer.mkdir(parents=True)
     save_character_tokenizer(tokenizer, vocab_size=64)
     described = json.loads((tokenizer / "tokenizer_config.json").read_text())
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
@@ -259,8 +259,6 @@ def says(text: str, answer: str = "") -> dict[str, Any]:
 
 def test_the_first_rows_of_each_source_are_rendered_before_a_run(tmp_path: Path) -> None:
     template = REFUSES + THINKS
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
     config = chats(tmp_path / "one", template, [says("yes")] * (RENDERED_ROWS - 1) + [says("no")])
     with pytest.raises(DataError, match=rf"a\.jsonl:{RENDERED_ROWS}: .* chat template refuses the messages: not so"):
         check_data(config)
@@ -300,8 +298,6 @@ def test_a_turn_whose_words_the_template_does_not_write_is_refused(tmp_path: Pat
     template = "{% for m in messages %}{% if loop.first or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     asked = says("a")["prompt"]
     rows = [says("a"), {"prompt": [{"role": "system", "content": "b"}, *asked]}]
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
     check_data(chats(tmp_path / "one", template, rows))
     rows.append({"prompt": [*asked, {"role": "system", "content": "b"}]})
     with pytest.raises(DataError, match=r"a\.jsonl:3: message 2 is of 'system', and .* template leaves it out"):
@@ -363,11 +359,9 @@ def test_a_pair_is_shown_with_both_answers(tmp_path: Path) -> None:
 
 
 def test_options_of_the_template_are_checked_and_used_before_a_run(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
     config = chats(tmp_path / "one", THINKS, [says("yes")], "data.chat_template_kwargs.effort=low")
     (shown,) = check_data(config).also
     assert shown.finding.endswith("'[user]yes[assistant]<think>low'")
-    (tmp_path / "two").mkdir()
     config = chats(tmp_path / "two", THINKS, [says("yes")], "data.chat_template_kwargs.effort_level=low")
     with pytest.raises(
         DataError, match=r"^data\.chat_template_kwargs\.effort_level: .* no such option; it reads effort"

@@ -62,20 +62,14 @@ class Engine:
         return Rollout(tokens, [-1.0 - number] * len(tokens), [number] * len(tokens), "", "length", 1, routes=routes)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Callable[..., RunConfig]:
-    def make(agent: str = "play", max_tokens: int = 4, **episodes: Any) -> RunConfig:
-        return RunConfig(
-            rollout=RolloutConfig(
-                agent=f"{odd_agents.__file__}:{agent}",
-                sampling=SamplingConfig(max_tokens=max_tokens),
-                max_model_len=256,
-                episodes=EpisodesConfig(**episodes),
-            ),
-            reward=RewardConfig(),
-        )
-
-    return make
+def config_of(agent: str = "play", max_tokens: int = 4, **episodes: Any) -> RunConfig:
+    rollout = RolloutConfig(
+        agent=f"{odd_agents.__file__}:{agent}",
+        sampling=SamplingConfig(max_tokens=max_tokens),
+        max_model_len=256,
+        episodes=EpisodesConfig(**episodes),
+    )
+    return RunConfig(rollout=rollout, reward=RewardConfig())
 
 
 @asynccontextmanager
@@ -99,10 +93,8 @@ async def running(
         await runner.close()
 
 
-async def test_template_options_of_the_row_go_before_those_of_the_run(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    options = replace(config("behave"), data=DataConfig(chat_template_kwargs={"one": "a", "two": "b"}))
+async def test_template_options_of_the_row_go_before_those_of_the_run(tmp_path: Path) -> None:
+    options = replace(config_of("behave"), data=DataConfig(chat_template_kwargs={"one": "a", "two": "b"}))
     async with running(options, tmp_path, "{{ messages[0].content }} {{ one }}{{ two }}") as (runner, engine):
         (tmp_path / "model" / "tokenizer_config.json").unlink()  # it was read before the first request
         for own in (None, {"one": "c"}, '{"one": "d"}'):
@@ -113,10 +105,8 @@ async def test_template_options_of_the_row_go_before_those_of_the_run(
     assert given == ["go ab", "go cb", "go db"]
 
 
-async def test_an_episode_is_what_the_engine_was_given_and_sampled(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    async with running(config(), tmp_path) as (runner, engine):
+async def test_an_episode_is_what_the_engine_was_given_and_sampled(tmp_path: Path) -> None:
+    async with running(config_of(), tmp_path) as (runner, engine):
         (episode,) = await runner.run_group(PROMPT, 1)
     assert episode.reward == 0.7
     rollout = episode.rollout
@@ -140,11 +130,9 @@ async def test_an_episode_is_what_the_engine_was_given_and_sampled(
     assert text == "<bos>user: begin\nassistant: a<eos>\nuser: a\nassistant: b<eos>\nuser: b\nassistant: c"
 
 
-async def test_every_request_has_a_seed_of_its_own_and_a_group_can_be_repeated(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+async def test_every_request_has_a_seed_of_its_own_and_a_group_can_be_repeated(tmp_path: Path) -> None:
     seeded = SamplingConfig(max_tokens=4, seed=5, stop_token_ids=(7,))
-    asked = config()
+    asked = config_of()
     asked = replace(asked, rollout=replace(asked.rollout, sampling=seeded))
     async with running(asked, tmp_path) as (runner, engine):
         for _ in range(2):
@@ -168,15 +156,13 @@ def left_behind() -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if MARK in (process.info["cmdline"] or [])]
 
 
-async def test_what_an_agent_does_costs_its_own_episode(
-    config: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_an_agent_does_costs_its_own_episode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = {
         "raise": "raised", "sys.exit": "raised", "nan": "not_a_number", "text": "not_a_number", "nothing": "",
         "print": "", "turns": "turns", "fork": "", "wait": "", "huge": "tokens", "leave": "", "tensor": "",
         "large": "not_a_number",
     }  # fmt: skip
-    async with running(config("behave", max_turns=4), tmp_path) as (runner, _):
+    async with running(config_of("behave", max_turns=4), tmp_path) as (runner, _):
         await play(runner, "raise")
         assert runner.first_report.endswith("KeyError: 'no such thing'\n") and "odd_agents.py" in runner.first_report
         episodes = dict(zip(expected, await play(runner, *expected, mark=MARK), strict=True))
@@ -199,10 +185,8 @@ async def test_what_an_agent_does_costs_its_own_episode(
     assert all(episode.rollout.token_ids for episode in episodes.values()), "what was sampled is known all the same"
 
 
-async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    async with running(config("behave", timeout_s=2), tmp_path) as (runner, _):
+async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(tmp_path: Path) -> None:
+    async with running(config_of("behave", timeout_s=2), tmp_path) as (runner, _):
         episodes = await play(runner, "hang", "hang for ever")
         assert "waits for ever" in (tmp_path / "agents.log").read_text(), "what it printed tells why it hangs"
         await play(runner, "raise")
@@ -212,11 +196,9 @@ async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
     assert [(episode.rollout.failure, episode.reward) for episode in episodes] == [("timeout", None)] * 2
 
 
-async def test_a_request_that_its_agent_gave_up_is_sampled_no_further(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+async def test_a_request_that_its_agent_gave_up_is_sampled_no_further(tmp_path: Path) -> None:
     diary, under_way = list[str](), tmp_path / "under way"
-    async with running(config("behave", max_turns=9), tmp_path) as (runner, engine):
+    async with running(config_of("behave", max_turns=9), tmp_path) as (runner, engine):
 
         async def hang_once(prompt: Prompt, sampling: SamplingConfig) -> Rollout:
             diary.append("asked")
@@ -234,9 +216,7 @@ async def test_a_request_that_its_agent_gave_up_is_sampled_no_further(
     assert (diary, episode.reward) == (["asked", "asked", "given up", "asked"], 0.5)
 
 
-async def test_a_group_that_is_given_up_ends_at_its_agents_and_is_sampled_no_further(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+async def test_a_group_that_is_given_up_ends_at_its_agents_and_is_sampled_no_further(tmp_path: Path) -> None:
     asked, given_up = asyncio.Event(), asyncio.Event()
 
     async def hang(prompt: Prompt, sampling: SamplingConfig) -> Rollout:
@@ -247,7 +227,7 @@ async def test_a_group_that_is_given_up_ends_at_its_agents_and_is_sampled_no_fur
             given_up.set()
         raise AssertionError("it hangs")
 
-    async with running(config("behave"), tmp_path) as (runner, _):
+    async with running(config_of("behave"), tmp_path) as (runner, _):
         runner.sample_with(hang)
         group = asyncio.create_task(play(runner, ""))
         await asked.wait()
@@ -256,11 +236,11 @@ async def test_a_group_that_is_given_up_ends_at_its_agents_and_is_sampled_no_fur
 
 
 async def test_an_agent_process_that_is_lost_is_replaced_and_a_lost_service_ends_its_group(
-    config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EpisodesConfig, "blocked_s", 8.0)
     lost, fine = {}, []
-    async with running(config("behave"), tmp_path) as (runner, _):
+    async with running(config_of("behave"), tmp_path) as (runner, _):
         for what in ("exit", "block", "garbage"):
             (lost[what],) = await play(runner, what)
             fine += await play(runner, "wait")
@@ -280,15 +260,13 @@ async def test_an_agent_process_that_is_lost_is_replaced_and_a_lost_service_ends
     assert [(episode.rollout.failure, episode.reward) for episode in fine] == [("", 0.5)] * 3
 
 
-async def test_a_service_that_is_not_understood_leaves_nobody_waiting(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+async def test_a_service_that_is_not_understood_leaves_nobody_waiting(tmp_path: Path) -> None:
     class Odd:
         async def receive(self) -> list[str]:
             return ["nonsense"]
 
     channel: Any = Odd()
-    runner = EpisodeRunner(config("behave"), tmp_path, log_path=None)
+    runner = EpisodeRunner(config_of("behave"), tmp_path, log_path=None)
     group = asyncio.create_task(runner.run_group(PROMPT, 2))
     await asyncio.sleep(0)
     await runner._listen(channel)
@@ -296,10 +274,8 @@ async def test_a_service_that_is_not_understood_leaves_nobody_waiting(
         await group
 
 
-async def test_limits_on_tokens_are_kept_whatever_the_agent_asks_for(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    limited = config("behave")
+async def test_limits_on_tokens_are_kept_whatever_the_agent_asks_for(tmp_path: Path) -> None:
+    limited = config_of("behave")
     episodes = EpisodesConfig(max_turns=100, max_tokens=7)
     limited = replace(limited, rollout=replace(limited.rollout, episodes=episodes))
     async with running(limited, tmp_path) as (runner, engine):
@@ -309,9 +285,7 @@ async def test_limits_on_tokens_are_kept_whatever_the_agent_asks_for(
     assert engine.most == [4, 4, 1]
 
 
-async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_one_the_group(
-    config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_one_the_group(tmp_path: Path) -> None:
     world = World(committed=[0, 0])
     workers = [FakeWorker(world, 0), FakeWorker(world, 1)]
     workers[0].fails_after = 2
@@ -319,7 +293,7 @@ async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_o
     await supervisor.hold()
     await supervisor.settle([outcome(True), outcome(True)])
     router = Router(supervisor, request_timeout_s=60)
-    async with running(config(), tmp_path) as (runner, engine):
+    async with running(config_of(), tmp_path) as (runner, engine):
         runner.sample_with(router.generate)
         episodes = await runner.run_group(PROMPT, 3)
         engine.error = EngineDied("all of them")
@@ -331,12 +305,12 @@ async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_o
     assert [len(episode.rollout.turns) for episode in episodes] == [3] * 3
 
 
-def test_an_agent_that_cannot_run_is_refused(config: Callable[..., RunConfig]) -> None:
+def test_an_agent_that_cannot_run_is_refused() -> None:
     with pytest.raises(AgentError, match="has no function 'missing'"):
-        check_agent(config("missing"))
+        check_agent(config_of("missing"))
 
 
-def test_a_port_that_is_taken_is_refused(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -345,7 +319,7 @@ def test_a_port_that_is_taken_is_refused(config: Callable[..., RunConfig], tmp_p
         port = taken.getsockname()[1]
 
         async def start() -> None:
-            async with running(config(address=f"127.0.0.1:{port}"), tmp_path):
+            async with running(config_of(address=f"127.0.0.1:{port}"), tmp_path):
                 pass
 
         with pytest.raises(AgentError, match=f"rollout.episodes.address=127.0.0.1:{port}"):

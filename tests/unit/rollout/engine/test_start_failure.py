@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -88,6 +88,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
+def engine_of(folder: Path, make_llm: Callable[[dict[str, Any]], Any]) -> VllmEngine:
+    options = EngineOptions(folder=folder, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu)
+    return VllmEngine(options, seed=0, make_llm=make_llm)
+
+
 def engine_that_fails(folder: Path, log: bytes, error: Exception) -> VllmEngine:
     """Its start writes `log` to stderr and raises."""
 
@@ -95,11 +100,7 @@ def engine_that_fails(folder: Path, log: bytes, error: Exception) -> VllmEngine:
         os.write(2, log)
         raise error
 
-    return VllmEngine(
-        EngineOptions(folder=folder, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu),
-        seed=0,
-        make_llm=fails,
-    )
+    return engine_of(folder, fails)
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -143,11 +144,7 @@ async def test_an_engine_that_a_signal_ended_while_it_started_is_told_with_its_f
 )
 async def test_an_engine_that_ended_by_itself_is_quoted(tmp_path: Path, code: int | None, told: str):
     """A signal is a reason, and what was logged before it none."""
-    engine = VllmEngine(
-        EngineOptions(folder=tmp_path, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu),
-        seed=0,
-        make_llm=lambda _: DEAD,
-    )
+    engine = engine_of(tmp_path, lambda _: DEAD)
     with stderr_at(str(tmp_path / "stderr")):
         await engine.process.start()
         os.write(2, b"ERROR torch.OutOfMemoryError: CUDA out of memory\nEngineDeadError: above is the root cause\n")

@@ -21,9 +21,7 @@ from slipstream.weight_sync.replica import landing
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_link_that_breaks_lets_nobody_take_changes_and_the_next_publish_is_whole(make_world, monkeypatch, is_ahead):
     """With changes, which an engine need not know of, or with what goes whole afterwards, which leaves it dirty."""
-    world = make_world(delta_bytes=1 << 11, zone=1 << 11)
-    world.publish()
-    world.step()
+    world = make_world(delta_bytes=1 << 11, zone=1 << 11).stepped()
     session, receiver = world.links[0].session, world.engines[0].receivers[0]
 
     def break_it(*_):
@@ -43,9 +41,7 @@ def test_a_link_that_breaks_lets_nobody_take_changes_and_the_next_publish_is_who
 
 def test_a_slot_that_a_failed_write_may_still_read_is_packed_no_more(make_world, monkeypatch):
     """Not even by the same publish, which goes on with what is sent whole."""
-    world = make_world(2, delta_bytes=1 << 11, zone=1 << 11, watermark_bytes=300_000)
-    world.publish()
-    world.step()
+    world = make_world(2, delta_bytes=1 << 11, zone=1 << 11, watermark_bytes=300_000).stepped()
     world.fabric.inject(world.links[0].session, Fault(refuse=True))
     real, packed_anyway = Slots.pack, []
 
@@ -128,9 +124,7 @@ BY_HASH = {
 
 @pytest.mark.parametrize("fault", [*BEFORE_A_WRITE, *BY_HASH])
 def test_each_fault_is_found_before_the_version_is_served_and_mended_by_a_whole_publish(make_world, monkeypatch, fault):
-    world = make_world()
-    world.publish()
-    world.step()
+    world = make_world().stepped()
     before = {name: tensor.clone() for name, tensor in world.engines[0].params[0].items()}
     with monkeypatch.context() as planted:
         plant(world, planted, fault)

@@ -61,9 +61,7 @@ def test_staging_and_streams_that_are_given_up_are_not_registered_any_more(make_
 
 
 def test_changes_are_sent_also_where_staging_was_given_up_since(make_world):
-    world = make_world()
-    world.publish()
-    world.step()
+    world = make_world().stepped()
     world.rank.delivery._publisher.release()
     assert world.publish().num_bytes < 0.5 * world.whole_bytes and world.all_hold_it()
 
@@ -116,9 +114,7 @@ def test_an_engine_without_a_zone_or_with_another_one_gets_every_byte(make_world
 
 
 def test_an_engine_that_missed_two_versions_gets_every_byte_and_the_others_what_changed(make_world, monkeypatch):
-    world = make_world(2)
-    world.publish()
-    world.step()
+    world = make_world(2).stepped()
     both = world.publish().num_bytes
     world.step()
     written = set()
@@ -143,9 +139,7 @@ def test_an_engine_that_missed_two_versions_gets_every_byte_and_the_others_what_
 
 def test_changes_land_while_engines_serve_and_what_goes_whole_is_written_once_they_have_paused(make_world, monkeypatch):
     """The second engine turns out to hold something else, and gets every byte."""
-    world = make_world(2, delta_bytes=1 << 11, zone=1 << 11)
-    world.publish()
-    world.step()
+    world = make_world(2, delta_bytes=1 << 11, zone=1 << 11).stepped()
     world.engines[1].receivers[0]._holds = "another version's digest"
     zones = [engine.receivers[0]._landing.address for engine in world.engines]
     seen = set()
@@ -163,9 +157,7 @@ def test_changes_land_while_engines_serve_and_what_goes_whole_is_written_once_th
 
 
 def test_what_is_sent_ahead_is_in_the_timeline_and_its_seconds_are_in_the_report(make_world, monkeypatch, tmp_path):
-    world = make_world()
-    world.publish()
-    world.step()
+    world = make_world().stepped()
     publisher, clock = world.rank.delivery._publisher, SimpleNamespace(now=0.0)
     monkeypatch.setattr(publisher_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     ahead = publisher._pipeline.send_ahead
@@ -196,9 +188,7 @@ def test_an_engine_without_a_zone_is_written_to_once_it_has_paused_and_the_other
 
 
 def test_only_loads_of_which_something_goes_whole_are_packed_again(make_world, monkeypatch):
-    world = make_world(lr=1e-6, watermark_bytes=300_000)
-    world.publish()
-    world.step()
+    world = make_world(lr=1e-6, watermark_bytes=300_000).stepped()
     real, packed = Slots.pack, []
 
     def noting(self, slot, load, *more, **options):
@@ -229,9 +219,7 @@ def test_nothing_is_sent_ahead_to_some_alone_because_the_others_have_all_packed_
 
 
 def test_nothing_is_sent_ahead_to_where_an_engine_was_before_it_was_started_again(make_world):
-    world = make_world(2)
-    world.publish()
-    world.step()
+    world = make_world(2).stepped()
     world.links[1].close()
     world.links[1] = MemoryTransport(world.fabric)
     world.engines[1] = MirrorEngine(world.rank.delivery.source.layout().tensors, world.links[1], world.zone)
@@ -243,9 +231,7 @@ def test_nothing_is_sent_ahead_to_where_an_engine_was_before_it_was_started_agai
 
 def test_engines_that_are_met_anew_get_every_byte(make_world):
     """The second one is the only one by then, where another one was before."""
-    world = make_world(2)
-    world.publish()
-    world.step()
+    world = make_world(2).stepped()
     world.rank.delivery._publisher.connect([world.endpoints[1].address])
     report = world.publish()
     del world.engines[0]

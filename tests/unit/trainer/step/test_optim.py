@@ -48,23 +48,22 @@ def test_first_update_is_the_hand_computed_one():
 
 
 def test_clipping_scales_to_the_bound_and_only_above_it():
-    for bound, scale in ((1.0, 1 / 5), (5.0, 1.0), (0.0, 1.0)):
-        values = torch.zeros(2)
-        optimizer = make(OptimConfig(lr=0.1, max_grad_norm=bound), values)
-        optimizer.step([torch.tensor([3.0, 4.0])], 0.0)
+    for bound, scale in ((1.0, 1 / 5), (4.999, 0.9998), (5.0, 1.0), (0.0, 1.0)):
+        optimizer = make(OptimConfig(lr=0.1, max_grad_norm=bound), torch.zeros(2))
+        assert optimizer.step([torch.tensor([3.0, 4.0])], 0.0).grad_norm == pytest.approx(5.0), "the norm before"
         assert optimizer.state_tensors()["p0.exp_avg"].tolist() == pytest.approx([0.3 * scale, 0.4 * scale])
 
 
-@pytest.mark.parametrize("bad", ["gradient_nan", "gradient_inf", "loss_nan", "loss_inf"])
-def test_a_non_finite_step_changes_nothing(bad):
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_a_non_finite_step_changes_nothing(what, bad):
     values = torch.tensor([1.0, 2.0])
     optimizer = make(OptimConfig(lr=0.1, warmup_steps=2), values)
     optimizer.step([torch.tensor([1.0, 1.0])], 0.0)
     before, moments = values.clone(), {name: t.clone() for name, t in optimizer.state_tensors().items()}
-    poison = float("nan") if bad.endswith("nan") else float("inf")
-    grad = torch.tensor([1.0, poison if bad.startswith("gradient") else 1.0])
-    result = optimizer.step([grad], poison if bad.startswith("loss") else 0.0)
-    assert not result.is_finite
+    grad = torch.tensor([1.0, bad if what == "gradient" else 1.0])
+    result = optimizer.step([grad], bad if what == "loss" else 0.0)
+    assert not result.is_finite and math.isfinite(result.grad_norm) == (what == "loss")
     assert torch.equal(values, before) and optimizer.num_updates == 1
     assert all(torch.equal(tensor, moments[name]) for name, tensor in optimizer.state_tensors().items())
     assert optimizer.step([torch.tensor([1.0, 1.0])], 0.0).is_finite
@@ -270,21 +269,3 @@ def test_a_rank_decides_by_the_sums_of_all_ranks(monkeypatch, values, loss, othe
 def test_gradients_must_be_one_per_shard():
     with pytest.raises(ValueError, match="zip"):
         make(OptimConfig(), torch.zeros(1)).step([], 0.0)
-
-
-def test_a_bound_just_below_the_norm_clips_to_it():
-    values = torch.zeros(2)
-    optimizer = make(OptimConfig(lr=0.1, max_grad_norm=4.999), values)
-    assert optimizer.step([torch.tensor([3.0, 4.0])], 0.0).grad_norm == pytest.approx(5.0), "the norm before"
-    moments = optimizer.state_tensors()["p0.exp_avg"]
-    assert moments.norm().item() == pytest.approx(0.4999, rel=1e-5)
-
-
-def test_a_norm_that_is_infinite_for_its_squares_is_refused():
-    """Each element is finite, its square in float32 is not; and a NaN is no zero."""
-    values = torch.zeros(2)
-    optimizer = make(OptimConfig(lr=0.1), values)
-    for bad in (float("inf"), float("nan"), -float("inf")):
-        result = optimizer.step([torch.tensor([bad, 1.0])], 0.0)
-        assert not result.is_finite and not math.isfinite(result.grad_norm)
-    assert values.tolist() == [0.0, 0.0]

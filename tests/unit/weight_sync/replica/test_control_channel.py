@@ -71,6 +71,14 @@ def publishers() -> Iterator[list[Publisher]]:
         one.clients.close()
 
 
+@pytest.fixture
+def publisher(replica: Replica, publishers: list[Publisher]) -> Publisher:
+    """One that has met the replica."""
+    publishers.append(met := Publisher(replica.address))
+    assert isinstance(met.describe(), Described)
+    return met
+
+
 def test_publishers_are_heard_whatever_their_clocks_say(
     replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,14 +213,12 @@ def test_a_replica_that_was_given_up_is_asked_nothing_until_it_is_replaced(
 @pytest.mark.parametrize("aborts", [True, False])
 @pytest.mark.parametrize("verb", ["pause", "begin", "verify", "commit"])
 def test_a_call_that_fails_leaves_the_replica_dirty_and_its_own_error_is_told(
-    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch, verb: str, aborts: bool
+    replica: Replica, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, verb: str, aborts: bool
 ) -> None:
     """Also where the engine cannot even be told of it."""
 
     async def nothing_to_prove(*_: object) -> None: ...
 
-    publishers.append(publisher := Publisher(replica.address))
-    assert isinstance(publisher.describe(), Described)
     replica.engine.fail_on[verb] = IntegrityError("torn")
     if not aborts:
         replica.engine.fail_on["abort"] = RuntimeError("the engine is gone")
@@ -228,9 +234,7 @@ def test_a_call_that_fails_leaves_the_replica_dirty_and_its_own_error_is_told(
     assert replica.engine.abort_reasons == ["IntegrityError: torn"] * aborts
 
 
-def test_a_message_longer_than_a_frame_arrives_whole(replica: Replica, publishers: list[Publisher]) -> None:
-    publishers.append(publisher := Publisher(replica.address))
-    assert isinstance(publisher.describe(), Described)
+def test_a_message_longer_than_a_frame_arrives_whole(replica: Replica, publisher: Publisher) -> None:
     assert isinstance(publisher.begin(1), Begun)
     reason = "".join(chr(ord("a") + i % 26) for i in range(3 * MAX_FRAME_BYTES + 5))
     assert publisher.ask(ReplicaVerbs.abort, publisher.publish(1), reason) is None
@@ -238,10 +242,8 @@ def test_a_message_longer_than_a_frame_arrives_whole(replica: Replica, publisher
 
 
 def test_an_abort_of_another_epoch_and_of_what_is_served_changes_nothing(
-    replica: Replica, publishers: list[Publisher]
+    replica: Replica, publisher: Publisher
 ) -> None:
-    publishers.append(publisher := Publisher(replica.address))
-    assert isinstance(publisher.describe(), Described)
     assert isinstance(publisher.begin(2), Begun)
     assert publisher.ask(ReplicaVerbs.abort, publisher.publish(1), "over") is None
     replica.endpoint.adopt(VersionState(Phase.clean, version=1, epoch=3, digest="d"))
@@ -251,10 +253,8 @@ def test_an_abort_of_another_epoch_and_of_what_is_served_changes_nothing(
 
 
 def test_what_is_older_than_the_publish_under_way_or_than_what_is_served_is_not_adopted(
-    replica: Replica, publishers: list[Publisher]
+    replica: Replica, publisher: Publisher
 ) -> None:
-    publishers.append(publisher := Publisher(replica.address))
-    assert isinstance(publisher.describe(), Described)
     assert isinstance(publisher.begin(3), Begun)
     read = [VersionState(Phase.clean, version=1, epoch=epoch, digest="d") for epoch in range(4)]
     with pytest.raises(StaleEpoch, match="epoch 2 cannot be adopted: epoch 3 has begun"):
@@ -384,7 +384,7 @@ def test_an_endpoint_that_ended_serves_no_version() -> None:
 
 
 def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
-    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch
+    replica: Replica, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
     async def busy(version: int, epoch: int, digest: str) -> None:
@@ -392,7 +392,5 @@ def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
 
     monkeypatch.setattr(replica.engine, "pause", busy)
     see_silence(monkeypatch, 0.2, 2.0)
-    publishers.append(publisher := Publisher(replica.address))
-    assert isinstance(publisher.describe(), Described)
     assert isinstance(publisher.begin(1), Begun)
     assert publisher.clients.answer_s[0] >= 4.0, "they count against its deadline"
