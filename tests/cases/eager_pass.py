@@ -10,8 +10,6 @@ from slipstream.trainer.model.graphs import DecoderGraphs, GraphInputs
 
 
 class EagerPass:
-    """In place of CapturedPass."""
-
     peak_bytes = 0
 
     def __init__(self, decoder: Decoder, inputs: GraphInputs, trainable: list[torch.nn.Parameter]) -> None:

@@ -9,7 +9,6 @@ from triton.backends.compiler import GPUTarget
 
 @triton.jit
 def double_kernel(x, BLOCK: tl.constexpr):
-    """x *= 2, of BLOCK numbers."""
     place = tl.arange(0, BLOCK)
     tl.store(x + place, 2 * tl.load(x + place))
 

@@ -61,7 +61,6 @@ class World:
         }
 
     def run(self, version: int, bindings: dict[Destination, Binding] | None = None) -> PipelineResult:
-        """Prepare and run."""
         self.pipeline.prepare(version)
         return self.pipeline.run(version, self.bindings() if bindings is None else bindings, self.budgets_s)
 

@@ -183,7 +183,6 @@ def make_samples(count: int = 5, version: int = 0) -> list[Sample]:
 
 
 def count(samples: list[Sample], version: int = 0) -> Denominators:
-    """Denominators of a batch."""
     return Denominators(sum(sample.num_valid_tokens for sample in samples), len(samples), version)
 
 

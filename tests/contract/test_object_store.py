@@ -27,7 +27,6 @@ BYTES = 1 << 20
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The server's address."""
     with held_port() as port:
         words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -43,7 +43,6 @@ class Served:
     tokenizer: Tokenizer
 
     async def sample(self, n: int, sampling: SamplingConfig) -> list[Rollout]:
-        """A group of responses."""
         return await self.worker.generate_group(ASKED, n, sampling=sampling)
 
     def text_of(self, token_ids: Sequence[int]) -> str:

@@ -26,8 +26,6 @@ CONTEXT.set_forkserver_preload(
 
 
 class Peer(Protocol):
-    """The receiving end."""
-
     session: str
     address: int
 

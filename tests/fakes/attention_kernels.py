@@ -29,7 +29,6 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_kernel(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """EngineKernel."""
     starts = call.sequences.cu_seqlens
     return _by_sequence(q_TND, k_TGD, v_TGV, starts, starts, call.scale, call.window, call.sinks_N)
 

@@ -203,7 +203,6 @@ class CheckpointSource:
         self.tensors = tensors
 
     def layout(self) -> SourceLayout:
-        """Every tensor, whole."""
         ordered = sorted(self.tensors.items())
         return SourceLayout(
             0,
@@ -212,11 +211,9 @@ class CheckpointSource:
         )
 
     def begin(self, version: int) -> int:
-        """Nothing to gather."""
         return 0
 
     def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
-        """Copy a rectangle."""
         out.copy_(self.tensors[tensor][tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))])
 
     def end(self) -> None:

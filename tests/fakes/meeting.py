@@ -45,32 +45,26 @@ class ThreadMeeting:
         self._room = group
 
     def on_rank0(self, kind: object, make: Callable[[], T]) -> T:
-        """See Meeting."""
         outcome = _attempt(make) if self.rank == 0 else None
         return _result(self._room.exchange(self.rank, "on_rank0", outcome)[0])
 
     def deal(self, kind: object, part_kind: object, make: Callable[[], tuple[T, Sequence[Any]]]) -> tuple[T, Any]:
-        """See Meeting."""
         outcome = _attempt(make) if self.rank == 0 else None
         shared, parts = _result(self._room.exchange(self.rank, "deal", outcome)[0])
         return shared, parts[self.rank]
 
     def gather(self, kind: object, value: T) -> list[T]:
-        """See Meeting."""
         said = self._room.exchange(self.rank, "gather", value)
         return said if self.rank == 0 else []
 
     def attempts(self, kind: object, make: Callable[[], T]) -> list[tuple[T | None, Any]]:
-        """See Meeting."""
         said = self._room.exchange(self.rank, "attempts", _attempt(make))
         return said if self.rank == 0 else []
 
     def everywhere(self, kind: object, make: Callable[[], T]) -> list[T]:
-        """See Meeting."""
         return values(self._room.exchange(self.rank, "everywhere", _attempt(make)))
 
     def add_up(self, table: np.ndarray) -> None:
-        """See Meeting."""
         said = self._room.exchange(self.rank, "add_up", table.copy())
         table[...] = np.sum(said, axis=0) if self.rank == 0 else -1
 

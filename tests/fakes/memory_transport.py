@@ -115,12 +115,10 @@ class MemoryTransport:
 
     @property
     def link(self) -> str:
-        """Always "memory"."""
         return "memory"
 
     @property
     def session(self) -> str:
-        """Name in the fabric."""
         return self._session
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -132,7 +130,6 @@ class MemoryTransport:
         self.registered = merge_ranges(list(self._held))
 
     def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Allow them no longer."""
         self._held -= {range_of(tensor) for tensor in tensors}
         self.registered = merge_ranges(list(self._held))
 
@@ -203,5 +200,4 @@ class MemoryTransport:
         self._session = self._fabric.attach(self)
 
     def close(self) -> None:
-        """Leave the fabric."""
         self._fabric.detach(self._session)

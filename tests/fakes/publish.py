@@ -85,7 +85,6 @@ class DictSource:
         return SourceLayout(self.rank, METAS, tuple(shards))
 
     def begin(self, version: int) -> int:
-        """Compute the version's weights."""
         if self.begin_error is not None:
             raise self.begin_error
         self.version = version
@@ -93,7 +92,6 @@ class DictSource:
         return self.temporary_bytes + self.undeclared_bytes
 
     def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
-        """Copy a rectangle."""
         assert tuple(out.shape) == region.shape
         self.before_read(tensor)
         self.num_reads += 1
@@ -101,7 +99,6 @@ class DictSource:
         out.copy_(self.tensors[tensor][index])
 
     def end(self) -> None:
-        """Count."""
         self.num_ends += 1
         self.tensors = {}
 
@@ -190,33 +187,27 @@ class PlainEngine:
             raise self.fail_on.pop(verb)
 
     async def describe(self) -> list[EngineRank]:
-        """See ReplicaHandler."""
         self._note("describe")
         return [receiver.describe() for receiver in self.receivers]
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
-        """See ReplicaHandler."""
         self._note("pause")
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> list[Bound]:
-        """See ReplicaHandler."""
         self._note("begin")
         return [Bound.of(receiver.begin(version, epoch, digest), known) for receiver in self.receivers]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
-        """See ReplicaHandler."""
         self._note("verify")
         for receiver, mine in zip(self.receivers, expected, strict=True):
             receiver.verify(version, epoch, digest, mine)
 
     async def commit(self, version: int, epoch: int) -> None:
-        """See ReplicaHandler."""
         self._note("commit")
         for receiver in self.receivers:
             receiver.commit(version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """See ReplicaHandler."""
         self._note("abort")
         for receiver in self.receivers:
             receiver.abort(epoch, reason)
@@ -252,5 +243,4 @@ class EndpointThread:
 
 
 def committed(report: PublishReport) -> list[bool]:
-    """Per replica."""
     return [replica.committed for replica in report.replicas]

@@ -323,7 +323,6 @@ class Cluster:
             assert rank.get() is None
 
     def publish(self, version: int, exclude: Sequence[int] = ()) -> PublishReport:
-        """Publish on all ranks."""
         for rank in self.ranks:
             rank.tell("publish", version, None, exclude)
         reports = [rank.get() for rank in self.ranks]

@@ -53,7 +53,6 @@ class World:
 
     @property
     def publisher(self) -> Publisher:
-        """The only rank's."""
         (publisher,) = self.publishers
         return publisher
 
@@ -96,7 +95,6 @@ class World:
         return self.endpoints[replica].address
 
     def sessions(self, replica: int) -> list[str]:
-        """By rank."""
         return [one.describe().binding.session for one in self.engines[replica].receivers]
 
     def serving(self) -> list[bool]:

@@ -27,7 +27,6 @@ def rollouts(*texts: str) -> list[Rollout]:
 
 
 async def rewards_of(runner: RewardRunner, prompt: Prompt, *texts: str) -> list[float | None]:
-    """One group's."""
     return [judgement.reward for judgement in await runner.score_group(prompt, rollouts(*texts))]
 
 

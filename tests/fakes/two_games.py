@@ -32,6 +32,5 @@ def lookup_rows(name: str) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

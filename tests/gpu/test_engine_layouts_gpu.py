@@ -27,8 +27,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @dataclass(frozen=True)
 class Case:
-    """One engine."""
-
     model: str
     is_fp8: bool
     tp_size: int = 1

@@ -27,7 +27,6 @@ from oracles.peers import their_dpo, theirs  # noqa: E402
 
 
 def main() -> None:
-    """Every case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {RECORDED.name}")
     write = parser.parse_args().write

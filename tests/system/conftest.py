@@ -136,7 +136,6 @@ class FinishedRun:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl."""
         return rows_of(self.folder)
 
 
@@ -205,7 +204,6 @@ class RunUnderWay:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl; none before it exists."""
         return rows_of(self.folder)
 
     @property
@@ -215,12 +213,10 @@ class RunUnderWay:
 
     @property
     def said(self) -> str:
-        """What the terminal shows."""
         return self._said.read_text()
 
     @property
     def log(self) -> str:
-        """run.log."""
         return (self.folder / "run.log").read_text()
 
     def worker(self, name: str) -> psutil.Process:

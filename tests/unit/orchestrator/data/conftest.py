@@ -9,11 +9,9 @@ class LetterEncoder:
     """One token per character, its code point; `<bos>` is 1; chat messages become "role:content|"."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`."""
         return [1] * add_special_tokens + [ord(c) for c in text]
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
-        """Messages as one text."""
         return "".join(f"{message['role']}:{message['content']}|" for message in chat.messages)
 
     def check_turns(self, chat: Chat, *, is_open: bool) -> None:

@@ -126,8 +126,6 @@ async def test_special_tokens_are_left_out_of_a_text_unless_the_request_wants_th
 
 
 class Streamed:
-    """Notes what is sent."""
-
     status, sent = 200, list[bytes]()
 
     def __init__(self, headers: Any) -> None:

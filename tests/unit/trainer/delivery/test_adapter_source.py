@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.packed_reads import Reads, assert_covered, read_shards
 from cases.rank_helpers import LORA, MOE_CONFIG, fill_adapters, make_rank, spawn
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
@@ -20,7 +21,6 @@ from slipstream.trainer.lora import Adapted
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
 from slipstream.weight_sync.layout import Region
-from slipstream.weight_sync.pipeline.packing import PackedRead
 
 RANK, SLOT_RANK = LORA.rank, 8
 EXPERTS = 4
@@ -64,21 +64,12 @@ def source_of(rank: TrainerRank, number: int = 0) -> AdapterSource:
     return AdapterSource(rank.decoder, number, LORA)
 
 
-def read_all(source: AdapterSource, dtype: torch.dtype) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
-    read = {}
-    for shard in source.layout().shards:
-        out = torch.full(shard.region.shape, -7.0, dtype=dtype)
-        source.read(shard.tensor, shard.region, out)
-        read[shard.tensor, shard.region.start] = out
-    return read
-
-
 def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, dtype: DType) -> tuple:
     trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, dtype=dtype)
     fill_adapters(trainer, world_size)
     trainer.states.save_adapter(folder / "adapter")
     source = source_of(trainer, rank)
-    result = (source.layout(), read_all(source, trainer.decoder.dtype))
+    result = (source.layout(), read_shards(source, trainer.decoder.dtype))
     trainer.shutdown()
     return result
 
@@ -101,13 +92,7 @@ def test_two_ranks_cover_the_adapter_without_overlap_and_bitwise(two_ranks, case
     slots, parts = two_ranks[case]
     assert parts[0][0].tensors == parts[1][0].tensors
     assert {meta.name: meta.shape for meta in parts[0][0].tensors} == {n: tuple(t.shape) for n, t in slots.items()}
-    seen = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in slots.items()}
-    for _, read in parts:
-        for (name, start), values in read.items():
-            window = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
-            assert torch.equal(values, slots[name][window]), name
-            seen[name][window] += 1
-    assert all((times == 1).all() for times in seen.values())
+    assert_covered([read for _, read in parts], slots, {})
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +114,15 @@ def test_joined_reads_are_bitwise_slices_of_the_slots(one_rank, data):
     metas = [tensors[place] for place in places]
     if data.draw(st.booleans()):
         metas = [meta for meta in tensors if "gate_proj.lora_B" in meta.name]
-    reads, offset = [], 0
+    reads = Reads()
     for meta in metas:
         cut = data.draw(st.sampled_from([meta.shape[0], 1, RANK, meta.shape[0] // 2]))
         for start, stop in ((0, cut), (cut, meta.shape[0])):
             if start < stop:
                 region = Region((start, 0), (stop - start, meta.shape[1]))
                 axes = data.draw(st.sampled_from([(0, 1), (0, 1), (1, 0)]))
-                reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
-                offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
-    slot = torch.full((offset,), 255, dtype=torch.uint8)
-    source.compile_reads(reads)(slot)()
-    for read in reads:
-        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
-        assert torch.equal(read.view(slot), slots[read.tensor][window])
+                reads.add(meta, region, axes, gap=data.draw(st.sampled_from([0, 0, 0, 64])))
+    reads.check(source, slots)
 
 
 def test_a_slot_is_filled_with_the_factors_of_today_wherever_they_lie():
@@ -150,11 +130,10 @@ def test_a_slot_is_filled_with_the_factors_of_today_wherever_they_lie():
     rank = make_rank(dtype=DType.bfloat16)
     fill_adapters(rank, 1)
     source = source_of(rank)
-    reads, offset = [], 0
+    reads = Reads()
     for meta in source.layout().tensors:
-        reads.append(PackedRead(meta.name, Region((0, 0), meta.shape), (0, 1), meta.dtype, offset))
-        offset += reads[-1].num_bytes
-    slots = [torch.empty(offset, dtype=torch.uint8) for _ in range(2)]
+        reads.add(meta)
+    slots = [torch.empty(reads.num_bytes, dtype=torch.uint8) for _ in range(2)]
     fills = [*map(source.compile_reads(reads), slots)]
     parameters = [p for name, p in rank.decoder.named_parameters() if "lora_" in name]
     for step in range(6):
@@ -175,11 +154,10 @@ def test_a_slot_is_filled_with_the_factors_of_today_wherever_they_lie():
 @pytest.mark.parametrize("factor", ["gate_proj.lora_A", "up_proj.lora_B", "down_proj.lora_B"])
 def test_one_factor_of_all_experts_of_a_layer_is_one_copy(one_rank, factor: str):
     source, _ = one_rank
-    reads, offset = [], 0
+    reads = Reads()
     for meta in source.layout().tensors:
         if ".layers.1.mlp.experts." in meta.name and factor in meta.name:
-            reads.append(PackedRead(meta.name, Region((0, 0), meta.shape), (0, 1), meta.dtype, offset))
-            offset += reads[-1].num_bytes
+            reads.add(meta)
     assert len(reads) == EXPERTS
     assert len(source.joined(reads)) == 1
     some = [replace(reads[n], offset_bytes=place * reads[0].num_bytes) for place, n in enumerate((0, 1, 3))]
@@ -193,7 +171,7 @@ def test_a_scale_that_is_no_power_of_two_is_applied_as_vllm_does(tmp_path: Path)
     for module in rank.decoder.modules():
         if isinstance(module, Adapted) and module.lora is not None:
             module.lora = LoraConfig(rank=RANK, alpha=10.0)
-    read = read_all(source_of(rank), torch.bfloat16)
+    read = read_shards(source_of(rank), torch.bfloat16)
     slots = expected(tmp_path, 2.5, torch.bfloat16)
     assert all(torch.equal(values, slots[name]) for (name, _), values in read.items())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.packed_reads import Reads, drawn_reads
 from cases.rank_helpers import draw, fill_adapters, make_rank, spawn
 from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,7 @@ from slipstream.conf.schema import DType
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.row_runs import RowRun, Rows
-from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.merging.merge import marker, merger
 from slipstream.weight_sync.merging.merge_operands import MergeOperands
 from slipstream.weight_sync.pipeline.packing import PackedRead
@@ -36,10 +37,10 @@ def source_of(rank: TrainerRank, world_size: int = 1) -> TrainerWeightSource:
     return TrainerWeightSource(rank.decoder, rank.decoder.layout.rank, keeps_last=True)
 
 
-def slots_of(source: TrainerWeightSource, rank: TrainerRank, reads: list[PackedRead], num_bytes: int):
+def slots_of(source: TrainerWeightSource, rank: TrainerRank, reads: Reads):
     """What the slot held at the first version, what it holds at the second, and its marks."""
-    before, plain, marked = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(3))
-    marks = torch.full((num_bytes // 2,), 7, dtype=torch.uint8)
+    before, plain, marked = (torch.zeros(reads.num_bytes, dtype=torch.uint8) for _ in range(3))
+    marks = torch.full((reads.num_bytes // 2,), 7, dtype=torch.uint8)
     source.begin(0)
     source.compile_reads(reads)(before)()
     source.end()
@@ -69,18 +70,8 @@ def rank() -> TrainerRank:
 def test_marks_of_any_reads_are_where_their_bytes_differ(rank, data):
     draw(rank, 0, 0.2)
     source = source_of(rank)
-    metas = source.layout().tensors
-    first = data.draw(st.integers(0, len(metas) - 1))
-    reads, offset = [], 0
-    for meta in metas[first : first + data.draw(st.integers(1, 12))]:
-        cut = data.draw(st.integers(1, meta.shape[0]))
-        for start, stop in ((0, cut), (cut, meta.shape[0])):
-            if start < stop:
-                region = Region((start,) + (0,) * (len(meta.shape) - 1), (stop - start, *meta.shape[1:]))
-                axes = tuple(data.draw(st.permutations(range(len(meta.shape)))))
-                reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
-                offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
-    before, now, marks = slots_of(source, rank, reads, offset)
+    reads = drawn_reads(data, source.layout().tensors)
+    before, now, marks = slots_of(source, rank, reads)
     assert all(is_marked_right(read, before, now, marks) for read in reads)
 
 
@@ -88,11 +79,11 @@ def work(rank: int, world_size: int, rendezvous: str, _: Path, ep_size: int) -> 
     """Tensor -> whether its marks are right, and how many there are; of one of several ranks."""
     trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, dtype=DType.bfloat16)
     source = source_of(trainer, world_size)
-    reads, offset = [], 0
+    reads = Reads()
+    metas = {meta.name: meta for meta in source.layout().tensors}
     for shard in source.layout().shards:
-        reads.append(PackedRead(shard.tensor, shard.region, tuple(range(len(shard.region.shape))), "bfloat16", offset))
-        offset += -(-reads[-1].num_bytes // 64) * 64
-    before, now, marks = slots_of(source, trainer, reads, offset)
+        reads.add(metas[shard.tensor], shard.region, align=64)
+    before, now, marks = slots_of(source, trainer, reads)
     found = {}
     for read in reads:
         window = slice(read.offset_bytes // 2, (read.offset_bytes + read.num_bytes) // 2)
@@ -115,9 +106,9 @@ def test_what_is_trained_without_an_adapter_is_marked_whole():
     gate = rank.decoder.get_parameter("model.layers.0.mlp.gate.weight")
     gate.requires_grad_(True)
     source = source_of(rank)
-    region = Region((0, 0), tuple(gate.shape))
-    read = PackedRead("model.layers.0.mlp.gate.weight", region, (0, 1), "bfloat16", 0)
-    _, _, marks = slots_of(source, rank, [read], read.num_bytes)
+    reads = Reads()
+    reads.add(TensorMeta("model.layers.0.mlp.gate.weight", tuple(gate.shape), "bfloat16"))
+    _, _, marks = slots_of(source, rank, reads)
     assert bool(marks.all())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.packed_reads import Reads, assert_covered, drawn_reads, part_of, read_shards
 from cases.rank_helpers import SYNC_KEY, count, fill_adapters, make_rank, make_samples, save_state, spawn
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread
@@ -22,7 +23,6 @@ from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.merging.rounding import key_of
-from slipstream.weight_sync.pipeline.packing import PackedRead
 from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.plan.plan import build_plan
 
@@ -36,14 +36,9 @@ def load_export(folder: Path) -> dict[str, torch.Tensor]:
 
 def read_all(rank: TrainerRank) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
     """Every shard of this rank, by (tensor, start)."""
-    source = rank.delivery.source
-    source.begin(version=0)
-    read = {}
-    for shard in source.layout().shards:
-        out = torch.empty(shard.region.shape, dtype=rank.decoder.dtype)
-        source.read(shard.tensor, shard.region, out)
-        read[shard.tensor, shard.region.start] = out
-    source.end()
+    rank.delivery.source.begin(version=0)
+    read = read_shards(rank.delivery.source, rank.decoder.dtype)
+    rank.delivery.source.end()
     return read
 
 
@@ -99,16 +94,9 @@ def test_two_ranks_cover_the_export_without_overlap_and_bitwise(two_ranks, case)
     export, parts = two_ranks[case]
     assert parts[0][0].tensors == parts[1][0].tensors
     assert {meta.name: meta.shape for meta in parts[0][0].tensors} == {n: tuple(t.shape) for n, t in export.items()}
-    seen = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in export.items()}
-    for _, read, _ in parts:
-        for (name, start), values in read.items():
-            window = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
-            assert torch.equal(values, export[name][window]), name
-            seen[name][window] += 1
-    for name, times in seen.items():
-        # Vectors are frozen in LoRA mode, and then every rank has them whole.
-        is_whole = times.dim() == 1 and TrainMode.lora in case
-        assert (times == (len(parts) if is_whole else 1)).all(), name
+    # Vectors are frozen in LoRA mode, and then every rank has them whole.
+    whole = {name for name, tensor in export.items() if tensor.dim() == 1 and TrainMode.lora in case}
+    assert_covered([read for _, read, _ in parts], export, dict.fromkeys(whole, len(parts)))
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["lora-ep2-bf16", "lora-fsdp2-bf16"])
@@ -120,9 +108,7 @@ def test_a_rank_that_rounds_otherwise_is_found(two_ranks, fault, case):
         (name, rank)
         for rank, (_, _, faulty) in enumerate(parts)
         for (name, start), values in faulty[fault].items()
-        if not torch.equal(
-            values, export[name][tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))]
-        )
+        if not torch.equal(values, part_of(export[name], Region(start, tuple(values.shape))))
     }
     assert differing
     if fault == "a tensor left at nearest":
@@ -186,46 +172,24 @@ def test_any_region_is_bitwise_a_slice_of_the_export(merged, data):
     region = Region(tuple(start), tuple(shape))
     out = torch.empty(shape[::-1], dtype=export[name].dtype).permute(*reversed(range(len(shape))))
     rank.delivery.source.read(name, region, out)
-    window = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
-    assert torch.equal(out, export[name][window])
+    assert torch.equal(out, part_of(export[name], region))
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
-    """Tensors in checkpoint order, cut by rows, some permuted, with gaps: what joins and what does not. Tensors of one
-    shape are cut alike, as by TP.
-    """
     rank, export = merged
-    metas = rank.delivery.source.layout().tensors
-    first = data.draw(st.integers(0, len(metas) - 1))
-    reads, offset = [], 0
-    is_kept = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
-    cuts: dict[tuple[int, ...], int] = {}
-    for meta in metas[first : first + data.draw(st.integers(1, 12))]:
-        cut = cuts.setdefault(meta.shape, data.draw(st.integers(1, meta.shape[0])))
-        for (start, stop), is_wanted in zip(((0, cut), (cut, meta.shape[0])), is_kept, strict=True):
-            if start < stop and is_wanted:
-                region = Region((start,) + (0,) * (len(meta.shape) - 1), (stop - start, *meta.shape[1:]))
-                axes = tuple(data.draw(st.permutations(range(len(meta.shape)))))
-                reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
-                offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
-    slot = torch.zeros(offset, dtype=torch.uint8)
-    rank.delivery.source.compile_reads(reads)(slot)()
-    for read in reads:
-        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
-        assert torch.equal(read.view(slot), export[read.tensor][window])
+    drawn_reads(data, rank.delivery.source.layout().tensors).check(rank.delivery.source, export)
 
 
 @torch.no_grad()
 def test_a_compiled_load_reads_what_the_parameters_hold_now_wherever_they_are():
     rank = make_rank()
     metas = {meta.name: meta for meta in rank.delivery.source.layout().tensors}
-    reads, offset = [], 0
+    reads = Reads()
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.1.down_proj.weight"):
-        reads.append(PackedRead(name, Region((0, 0), metas[name].shape), (0, 1), metas[name].dtype, offset))
-        offset += reads[-1].num_bytes
-    slot = torch.zeros(offset, dtype=torch.uint8)
+        reads.add(metas[name])
+    slot = torch.zeros(reads.num_bytes, dtype=torch.uint8)
     fill = rank.delivery.source.compile_reads(reads)(slot)
     for version, does_move in enumerate((False, False, True)):
         for parameter in rank.decoder.parameters():
@@ -276,27 +240,21 @@ def test_runs_are_as_many_as_layers_parameters_and_destinations_whatever_the_exp
     """A TP rank's w13 takes bands of gate_up_proj, its w2 columns of down_proj; both are one run, and right."""
     rank, export = merged
     source = rank.delivery.source
-    shapes = {meta.name: meta.shape for meta in source.layout().tensors}
-    reads, offset = [], 0
+    metas = {meta.name: meta for meta in source.layout().tensors}
+    reads = Reads()
     for tp_rank in range(tp_size):
         for layer in range(2):
             for leaves, dim in ((("gate_proj", "up_proj"), 0), (("down_proj",), 1)):
                 for name in (
                     f"model.layers.{layer}.mlp.experts.{e}.{leaf}.weight" for e in range(4) for leaf in leaves
                 ):
-                    shape = list(shapes[name])
+                    shape = list(metas[name].shape)
                     shape[dim] //= tp_size
                     start = [0, 0]
                     start[dim] = tp_rank * shape[dim]
-                    region = Region(tuple(start), tuple(shape))
-                    reads.append(PackedRead(name, region, (0, 1), source.layout().tensors[0].dtype, offset))
-                    offset += reads[-1].num_bytes
+                    reads.add(metas[name], Region(tuple(start), tuple(shape)))
     assert len(source.joined(reads)) == tp_size * 2 * 2
-    slot = torch.zeros(offset, dtype=torch.uint8)
-    source.compile_reads(reads)(slot)()
-    for read in reads:
-        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
-        assert torch.equal(read.view(slot), export[read.tensor][window])
+    reads.check(source, export)
 
 
 def test_adapters_really_merge(merged):

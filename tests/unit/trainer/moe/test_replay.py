@@ -55,7 +55,6 @@ HALF = [(family, mode) for i, family in enumerate(FAMILIES) for j, mode in enume
 
 
 def step(decoder: Decoder, batch: Any, routes: RecordedRoutes | None = None) -> dict[str, Tensor]:
-    """Logits and every gradient."""
     for parameter in decoder.parameters():
         parameter.grad = None
     logits = logits_of(decoder, batch, routes)

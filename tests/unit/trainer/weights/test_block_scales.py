@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.packed_reads import Reads, assert_covered, drawn_reads
 from cases.rank_helpers import LORA, MOE_CONFIG, fill_adapters, make_rank, spawn
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
@@ -31,7 +32,6 @@ from slipstream.trainer.weights.quantization import (
 )
 from slipstream.trainer.weights.shards import local_shards
 from slipstream.weight_sync.layout import Region, TensorMeta
-from slipstream.weight_sync.pipeline.packing import PackedRead
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CONFIG: dict[str, Any] = {
@@ -158,52 +158,24 @@ def test_thresholds_round_what_adapters_add_to_the_codes_of_the_base(tmp_path):
 @given(data=st.data())
 def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, data):
     rank, export = exported
-    metas = rank.delivery.source.layout().tensors
-    first = data.draw(st.integers(0, len(metas) - 1))
-    reads: list[PackedRead] = []
-    offset = 0
-    is_kept = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
-    cuts: dict[tuple[int, ...], int] = {}
-    for meta in metas[first : first + data.draw(st.integers(1, 8))]:
-        cut = cuts.setdefault(meta.shape, data.draw(st.integers(1, meta.shape[0])))  # alike, as by TP
-        left = data.draw(st.integers(0, meta.shape[-1] - 1)) if len(meta.shape) == 2 else 0
-        for (start, stop), is_wanted in zip(((0, cut), (cut, meta.shape[0])), is_kept, strict=True):
-            if start < stop and is_wanted:
-                region = Region(
-                    (start, left)[: len(meta.shape)], (stop - start, meta.shape[-1] - left)[: len(meta.shape)]
-                )
-                axes = tuple(data.draw(st.permutations(range(len(meta.shape)))))
-                reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
-                offset += -(-reads[-1].num_bytes // 4) * 4
-    slot = torch.zeros(offset, dtype=torch.uint8)
     rank.delivery.source.begin(0)
-    rank.delivery.source.compile_reads(reads)(slot)()
+    drawn_reads(data, rank.delivery.source.layout().tensors).check(rank.delivery.source, export)
     rank.delivery.source.end()
-    for read in reads:
-        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
-        assert np.array_equal(as_bytes(read.view(slot)), as_bytes(export[read.tensor][window])), read
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_size):
     rank, export = exported
     for suffix in ("_proj.weight", "_proj.weight_scale_inv"):
-        reads: list[PackedRead] = []
-        offset = 0
+        reads = Reads()
         for meta in rank.delivery.source.layout().tensors:
             if ".mlp.experts." in meta.name and "down" not in meta.name and meta.name.endswith(suffix):
-                region = Region((0, 0), (meta.shape[0] // tp_size, meta.shape[1]))
-                reads.append(PackedRead(meta.name, region, (0, 1), meta.dtype, offset))
-                offset += reads[-1].num_bytes
+                reads.add(meta, Region((0, 0), (meta.shape[0] // tp_size, meta.shape[1])))
         assert len(reads) == 8
         assert len(rank.delivery.source.joined(reads)) == 1
-        slot = torch.zeros(offset, dtype=torch.uint8)
         rank.delivery.source.begin(0)
-        rank.delivery.source.compile_reads(reads)(slot)()
+        reads.check(rank.delivery.source, export)
         rank.delivery.source.end()
-        for read in reads:
-            wanted = export[read.tensor][: read.region.shape[0]]
-            assert np.array_equal(as_bytes(read.view(slot)), as_bytes(wanted)), read
 
 
 def test_scales_of_other_columns_or_of_another_parameter_are_a_run_of_their_own(exported):
@@ -274,19 +246,14 @@ def ranks(request, tmp_path_factory) -> list[tuple[dict[str, torch.Tensor], list
 def test_ranks_cover_the_export_bitwise_and_blocks_that_they_share_have_one_scale(ranks):
     for export, parts in ranks:
         assert {meta.name: meta.shape for meta in parts[0][0].tensors} == {n: tuple(t.shape) for n, t in export.items()}
-        seen = {name: np.zeros(tensor.shape, dtype=int) for name, tensor in export.items()}
         for index, (_, read, held, declared, _) in enumerate(parts):
             is_cut_inside_a_block = any(start[0] % BLOCK for name, start in read if name + SCALE_SUFFIX in export)
             assert is_cut_inside_a_block == (index > 0)
             assert held <= declared
-            for (name, start), values in read.items():
-                window = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
-                assert np.array_equal(as_bytes(values), as_bytes(export[name][window])), name
-                seen[name][window] += 1
-        for name, times in seen.items():
-            # Vectors are frozen in LoRA mode, and then every rank has them whole.
-            is_whole = times.ndim == 1 and parts[0][4].mode is TrainMode.lora
-            assert (times == (len(parts) if is_whole else 1)).all(), name
+        # Vectors are frozen in LoRA mode, and then every rank has them whole.
+        is_lora = parts[0][4].mode is TrainMode.lora
+        whole = {name for name, tensor in export.items() if tensor.dim() == 1 and is_lora}
+        assert_covered([read for _, read, *_ in parts], export, dict.fromkeys(whole, len(parts)))
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):

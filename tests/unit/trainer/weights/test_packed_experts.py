@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.packed_reads import part_of
 from cases.rank_helpers import VOCAB, count, make_rank, make_samples
 from cases.tiny_configs import GPT_OSS_MXFP4, KIMI_INT4, PACKED
 from cases.tiny_models import (
@@ -95,11 +96,10 @@ class DequantizedReader:
         return
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """float32."""
         if ".experts." not in tensor or tensor.endswith("_bias"):
             return self._other.read(tensor, region)
         whole = self._oracle(self._config, tensor, torch.float32)
-        return whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+        return part_of(whole, region)
 
 
 def results(decoder: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
@@ -231,8 +231,7 @@ def test_every_rank_loads_its_experts_bit_by_bit(kind, ep_rank, tmp_path):
     plain = [p.numel() * p.element_size() for name, p in decoder.named_parameters() if "lora_" not in name]
     assert report.num_bytes == report.num_packed_bytes + sum(plain)
     for one in held:
-        whole = stored(MODELS[kind], one.tensor)
-        wanted = whole[tuple(slice(a, b) for a, b in zip(one.region.start, one.region.stop, strict=True))]
+        wanted = part_of(stored(MODELS[kind], one.tensor), one.region)
         if one.takes_turns:
             wanted = torch.cat((wanted[:, 0::2], wanted[:, 1::2]), 1)
         assert torch.equal(one.into.view(torch.uint8), wanted.contiguous().view(torch.uint8)), one.tensor

@@ -4,6 +4,7 @@ import itertools
 from math import prod
 
 import torch
+from cases.packed_reads import part_of
 from hypothesis import given, settings, strategies as st
 
 from slipstream.weight_sync.disk.copies import Columns, Converted, Held, Run, blocks_of, compile_copies, split
@@ -17,8 +18,8 @@ def values(shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
 
 
 def as_held(name: str, whole: torch.Tensor, region: Region) -> Held:
-    window = whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))].contiguous()
-    return Held(name, region, str(whole.dtype).removeprefix("torch."), window.reshape(-1).view(torch.uint8))
+    data = part_of(whole, region).contiguous().reshape(-1).view(torch.uint8)
+    return Held(name, region, str(whole.dtype).removeprefix("torch."), data)
 
 
 @st.composite
@@ -53,7 +54,7 @@ def test_a_read_is_slicing_permuting_and_casting(
     slot = torch.full((16 + read.num_bytes + 3,), 7, dtype=torch.uint8)
     source.begin(0)
     source.compile_reads([read])(slot)()
-    expected = whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+    expected = part_of(whole, region)
     assert torch.equal(read.view(slot), expected.to(getattr(torch, wanted)))
     assert (slot[:16] == 7).all()
     assert (slot[-3:] == 7).all()

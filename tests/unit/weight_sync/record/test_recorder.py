@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from cases.packed_reads import part_of
 from torch import Tensor
 
 from slipstream.weight_sync.errors import RecordError
@@ -32,8 +33,7 @@ def replay(layout: DestLayout, tensors: dict[str, Tensor], params: dict[str, Ten
     """Do what the layout says, in fresh memory."""
     memory = {param.name: torch.full_like(params[param.name], UNTOUCHED, device="cpu") for param in layout.params}
     for load in layout.loads:
-        window = tuple(slice(a, b) for a, b in zip(load.region.start, load.region.stop, strict=True))
-        piece = tensors[load.tensor][window].permute(load.axes)
+        piece = part_of(tensors[load.tensor], load.region).permute(load.axes)
         memory[load.param].view(-1).as_strided(piece.shape, load.stride, load.offset).copy_(piece)
     for fill in layout.fills:
         memory[fill.param].view(-1)[fill.offset : fill.offset + fill.num_elements] = fill.value

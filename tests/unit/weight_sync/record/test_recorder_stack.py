@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases.packed_reads import part_of
 
 from slipstream.weight_sync.errors import RecordError
 from slipstream.weight_sync.layout import DestLayout, Region, TensorMeta
@@ -18,8 +19,7 @@ def replayed(layout: DestLayout, values: dict[str, torch.Tensor], param: torch.T
     """What a publish by this layout leaves in the parameter."""
     out = torch.full_like(param, -1.0).reshape(-1)
     for load in layout.loads:
-        region = tuple(slice(a, b) for a, b in zip(load.region.start, load.region.stop, strict=True))
-        part = values[load.tensor][region].permute(load.axes)
+        part = part_of(values[load.tensor], load.region).permute(load.axes)
         out.as_strided(part.shape, load.stride, load.offset).copy_(part)
     for fill in layout.fills:
         out[fill.offset : fill.offset + fill.num_elements] = fill.value

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases.packed_reads import part_of
 from hypothesis import given, settings, strategies as st
 
 from slipstream.weight_sync.record.strides import MAX_RECTANGLES, rectangles, row_major
@@ -57,8 +58,7 @@ def test_rectangles_map_exactly_the_elements_of_the_view(case, data):
     got = {}
     numbers = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
     for part in found:
-        window = tuple(slice(a, b) for a, b in zip(part.region.start, part.region.stop, strict=True))
-        block = numbers[window].transpose(part.axes)
+        block = part_of(numbers, part.region).transpose(part.axes)
         for index in np.ndindex(*block.shape):
             at = part.offset + sum(i * s for i, s in zip(index, part.stride, strict=True))
             assert at not in got
