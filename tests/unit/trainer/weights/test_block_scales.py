@@ -158,8 +158,9 @@ def test_thresholds_round_what_adapters_add_to_the_codes_of_the_base(tmp_path):
 @given(data=st.data())
 def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, data):
     rank, export = exported
+    reads = drawn_reads(data, rank.delivery.source.layout().tensors)
     rank.delivery.source.begin(0)
-    drawn_reads(data, rank.delivery.source.layout().tensors).check(rank.delivery.source, export)
+    reads.check(rank.delivery.source, export)
     rank.delivery.source.end()
 
 
