@@ -25,7 +25,9 @@ def part_of(whole: Sliced[T], region: Region) -> T:
 
 
 def are_the_same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype is other.dtype and torch.equal(*(t.contiguous().view(torch.uint8) for t in (one, other)))
+    # A view of one column may call itself contiguous whatever its stride; a clone is dense.
+    dense = (t.clone(memory_format=torch.contiguous_format) for t in (one, other))
+    return one.dtype is other.dtype and torch.equal(*(t.view(torch.uint8) for t in dense))
 
 
 def read_shards(source: WeightSource, dtype: torch.dtype) -> dict[tuple[str, tuple[int, ...]], Tensor]:
