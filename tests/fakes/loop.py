@@ -242,7 +242,7 @@ def make_config(
     """Options of these sections, and of `algorithm` for the rest."""
     options = {"group_size": 2, "groups_per_step": groups_per_step, "max_staleness_steps": staleness} | algorithm
     return RunConfig(
-        run=RunSection(**{"num_steps": num_steps, "eval_every_steps": 0, "checkpoint_every_steps": 2} | run),
+        run=RunSection(**{"num_steps": num_steps, "eval_every_steps": 0, "checkpoint_every_steps": 2, **run}),
         algorithm=AlgorithmConfig(**options),
         rollout=RolloutConfig(**rollout),
         trainer=TrainerConfig(**trainer),
