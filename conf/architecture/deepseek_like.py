@@ -28,15 +28,12 @@ from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
 from slipstream.conf.architecture.rope_spec import Llama3Scaling, RopeSpec, YarnScaling
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import MlaNormEps
 
-HF_MLA_NORM_EPS = 1e-6
-"""transformers builds q_a_layernorm and kv_a_layernorm of DeepSeek-V3 without an eps, so with this default."""
 _OF_ROUTER = ("n_group", "topk_group", "n_shared_experts", "routed_scaling_factor", "scoring_func", "topk_method")
 """Fields without which transformers or vLLM has another router."""
 
 
-def deepseek_v3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def deepseek_v3(config: JsonObject) -> ModelSpec:
     """DeepSeek-V3 (transformers models/deepseek_v3; https://arxiv.org/abs/2412.19437) and Kimi-K2: latent attention,
     sigmoid router, a shared expert. vLLM's router is another where scoring_func and topk_method are missing."""
     require(config, *_OF_ROUTER)
@@ -45,31 +42,31 @@ def deepseek_v3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     refuse(config, index_topk=(None,))
     return ModelSpec(
         **common,
-        attentions=in_all_layers(config, _latent_attention(config, rope, _latent_eps(common, mla_norm_eps))),
+        attentions=in_all_layers(config, _latent_attention(config, rope, common["rms_norm_eps"])),
         moe=sigmoid_moe(config, engine_rounds_logits=config.get("moe_router_dtype") != "float32"),
         num_mtp_layers=num_mtp_layers(config),
     )
 
 
-def deepseek_v32(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def deepseek_v32(config: JsonObject) -> ModelSpec:
     """DeepSeek-V3.2 (transformers models/deepseek_v32): DeepSeek-V3, where an indexer chooses each query's keys."""
     refuse(config, indexer_rope_interleave=(False, None))
     common = common_fields(config, "DeepseekV32ForCausalLM")
     rounds_logits = config.get("moe_router_dtype") != "float32"
-    return _with_indexer(config, common, mla_norm_eps, interleaved=False, engine_rounds_logits=rounds_logits)
+    return _with_indexer(config, common, interleaved=False, engine_rounds_logits=rounds_logits)
 
 
-def glm_moe_dsa(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def glm_moe_dsa(config: JsonObject) -> ModelSpec:
     """GLM-5 (transformers models/glm_moe_dsa): DeepSeek-V3.2 with an indexer that turns neighbours. vLLM reads from the
     config that it does; its router is one in float32, whatever the config says."""
     require(config, "indexer_rope_interleave")
     refuse(config, indexer_rope_interleave=(True,))
     common = common_fields(config, "GlmMoeDsaForCausalLM", rms_norm_eps=1e-5)
-    return _with_indexer(config, common, mla_norm_eps, interleaved=True, engine_rounds_logits=False)
+    return _with_indexer(config, common, interleaved=True, engine_rounds_logits=False)
 
 
 def _with_indexer(
-    config: JsonObject, common: JsonObject, mla_norm_eps: MlaNormEps, *, interleaved: bool, engine_rounds_logits: bool
+    config: JsonObject, common: JsonObject, *, interleaved: bool, engine_rounds_logits: bool
 ) -> ModelSpec:
     """Args: as in config.json, its fields that every family reads, how the indexer's heads turn, and the router's
     numerics (MoeSpec.engine_rounds_logits)."""
@@ -97,18 +94,13 @@ def _with_indexer(
             f"got {indexer.head_dim}"
         )
     size(config, "q_lora_rank")  # the indexer's queries are made of the latent
-    eps = _latent_eps(common, mla_norm_eps)
-    attention = _latent_attention(config, rope, eps, kind="indexed_attention")
+    attention = _latent_attention(config, rope, common["rms_norm_eps"], kind="indexed_attention")
     return ModelSpec(
         **common,
         attentions=in_all_layers(config, replace(attention, indexer=indexer)),
         moe=sigmoid_moe(config, engine_rounds_logits=engine_rounds_logits),
         num_mtp_layers=num_mtp_layers(config),
     )
-
-
-def _latent_eps(common: JsonObject, mla_norm_eps: MlaNormEps) -> float:
-    return common["rms_norm_eps"] if mla_norm_eps is MlaNormEps.rollout else HF_MLA_NORM_EPS
 
 
 def _check_dense_layers(config: JsonObject, unsaid: list[str], unsaid_words: str = "none") -> None:
@@ -129,7 +121,7 @@ def _check_dense_layers(config: JsonObject, unsaid: list[str], unsaid_words: str
         )
 
 
-def glm4_moe_lite(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def glm4_moe_lite(config: JsonObject) -> ModelSpec:
     """GLM-4.7-Flash (transformers models/glm4_moe_lite): DeepSeek-V3's latent attention, GLM's experts and routing."""
     num_layers = size(config, "num_hidden_layers")
     _check_dense_layers(config, ["dense", *["sparse"] * (num_layers - 1)], "none, which is one dense layer")
@@ -140,7 +132,7 @@ def glm4_moe_lite(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     refuse(config, index_topk=(None,))
     return ModelSpec(
         **common,
-        attentions=in_all_layers(config, _latent_attention(config, rope, _latent_eps(common, mla_norm_eps))),
+        attentions=in_all_layers(config, _latent_attention(config, rope, common["rms_norm_eps"])),
         moe=sigmoid_moe(config, engine_rounds_logits=False, scaling_factor=1.8, num_shared=1),
         num_mtp_layers=num_mtp_layers(config),
     )
@@ -191,7 +183,7 @@ def _check_engine_scales_alike(yarn: YarnScaling) -> None:
         )
 
 
-def glm4_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def glm4_moe(config: JsonObject) -> ModelSpec:
     """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward, and grouped-query
     attention that rotates half of each head. vLLM's head is its own."""
     require(config, "n_shared_experts")

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.conf.architecture import deepseek_like, gemma, llama_like
 from slipstream.conf.architecture.activation import ExpertActivation
+from slipstream.conf.architecture.attention_spec import MlaSpec
 from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
@@ -32,6 +33,8 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonObject, is_object
 from slipstream.conf.schema import MlaNormEps
 
+HF_MLA_NORM_EPS = 1e-6
+"""transformers builds the norms inside latent attention without an eps, so with this default."""
 _GPT_OSS_YARN = {
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -75,7 +78,12 @@ def read_config(config: JsonObject, mla_norm_eps: MlaNormEps = MlaNormEps.rollou
             f"model.hf_config.model_type must be one of {', '.join(sorted(FAMILIES))}, got {model_type!r}; "
             "a new architecture is one entry of conf/architecture/families.py"
         )
-    spec = read(config, mla_norm_eps)
+    spec = read(config)
+    if mla_norm_eps is MlaNormEps.hf:
+        attentions = (
+            replace(one, norm_eps=HF_MLA_NORM_EPS) if isinstance(one, MlaSpec) else one for one in spec.attentions
+        )
+        spec = replace(spec, attentions=tuple(attentions))
     quantization: Any = config.get("quantization_config")
     if quantization and not isinstance(quantization, dict):
         raise ConfigError(f"model.hf_config.quantization_config must be a mapping, got {quantization!r}")
@@ -128,7 +136,7 @@ def check_engine_constants(config: HfConfig) -> None:
             )
 
 
-def _minimax_m2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def _minimax_m2(config: JsonObject) -> ModelSpec:
     """MiniMax-M2 (transformers models/minimax_m2): one norm over all heads of q, one over all of k, RoPE on a part of
     each head, experts by sigmoid under Mixtral's names. vLLM reads rotary_dim, use_routing_bias and scoring_func, which
     transformers' own config does not have."""
@@ -160,7 +168,7 @@ def _minimax_m2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _gpt_oss(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def _gpt_oss(config: JsonObject) -> ModelSpec:
     """gpt-oss (transformers models/gpt_oss): sinks, a sliding window in every other layer, clamped SwiGLU, biases
     everywhere. vLLM's model has its biases, its eps, its windows' layers and YaRN written down."""
     refuse(config, attention_bias=(True,), rms_norm_eps=(1e-5,), tie_word_embeddings=(False, None))

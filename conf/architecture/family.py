@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.json_files import JsonMapping, JsonObject
-from slipstream.conf.schema import DType, MlaNormEps
+from slipstream.conf.schema import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class EngineAttention:
 class Family:
     """One entry of `families.FAMILIES`. Defaults are those of a family that is not in it, which an engine may know."""
 
-    read: Callable[[JsonObject, MlaNormEps], ModelSpec] | None = None
+    read: Callable[[JsonObject], ModelSpec] | None = None
     wrapper: str | None = None
     """model_type of checkpoints in which this model is beside a vision tower, and its config is `text_config`."""
     left_out: JsonMapping = field(default_factory=JsonObject)

@@ -21,7 +21,6 @@ from slipstream.conf.architecture.moe_spec import CheckpointNames, MoeSpec
 from slipstream.conf.architecture.rope_spec import ProportionalScaling, RopeSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object
-from slipstream.conf.schema import MlaNormEps
 
 KINDS = ("full_attention", "sliding_attention")
 GEMMA3_DEFAULTS: JsonObject = {
@@ -38,7 +37,7 @@ GEMMA3_DEFAULTS: JsonObject = {
 """Defaults of transformers' class: published checkpoints with a vision tower leave out what is equal to them."""
 
 
-def gemma3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def gemma3(config: JsonObject) -> ModelSpec:
     """Gemma 3 (transformers models/gemma3): a sliding window in five of six layers, with a RoPE of its own; norms of
     1 + weight before and after attention and feed-forward; GELU; scaled embeddings, which are the head, too."""
     refuse(config, hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
@@ -66,7 +65,7 @@ def gemma3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def gemma4(config: JsonObject) -> ModelSpec:
     """Gemma 4 of 31B and 26B-A4B (transformers models/gemma4): layers without a window have heads of their own, whose
     values may be their keys before the norm; values are normed; scores have no scale, layers' results have; logits pass
     a soft cap. The second has experts beside its dense feed-forward."""

@@ -26,10 +26,9 @@ from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import CheckpointNames, MoeSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import MlaNormEps
 
 
-def llama(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def llama(config: JsonObject) -> ModelSpec:
     """Llama 2 and 3 (transformers models/llama): no norms on q and k."""
     refuse(config, mlp_bias=(False,))
     refuse_windows(config)
@@ -40,14 +39,14 @@ def llama(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     return ModelSpec(**common_fields(config, "LlamaForCausalLM"), attentions=in_all_layers(config, attention))
 
 
-def mistral(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def mistral(config: JsonObject) -> ModelSpec:
     """Mistral (transformers models/mistral): Llama whose layers may all have a sliding window."""
     refuse(config, attention_bias=(False, None), mlp_bias=(False, None), ada_rms_norm_t_cond=(False, None))
     _refuse_others_of_engine(config)
     return _mistral_like(config, "MistralForCausalLM", default_window=4096)
 
 
-def mixtral(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def mixtral(config: JsonObject) -> ModelSpec:
     """Mixtral (transformers models/mixtral): Mistral's attention, every feed-forward a mixture of experts."""
     refuse(config, router_jitter_noise=(0.0, None))
     moe = MoeSpec(
@@ -61,19 +60,19 @@ def mixtral(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def qwen2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen2(config: JsonObject) -> ModelSpec:
     """Qwen2 and Qwen2.5 (transformers models/qwen2): biases on q, k and v."""
     return _qwen2_like(config, "Qwen2ForCausalLM")
 
 
-def qwen2_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen2_moe(config: JsonObject) -> ModelSpec:
     """Qwen1.5-MoE and Qwen2-MoE (transformers models/qwen2_moe): Qwen2 with routed experts and one that every token
     passes, weighed by a gate of its own."""
     refuse(config, qkv_bias=(True,))
     return _qwen2_like(config, "Qwen2MoeForCausalLM", _with_shared_gate(config, _sparse_layers(config)))
 
 
-def qwen3(config: JsonObject, mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
+def qwen3(config: JsonObject, *, moe: MoeSpec | None = None) -> ModelSpec:
     """Qwen3 (transformers models/qwen3): norms on the heads of q and k."""
     refuse(config, use_sliding_window=(False, None))
     refuse_layer_types(config)
@@ -88,12 +87,12 @@ def qwen3(config: JsonObject, mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None =
     )
 
 
-def qwen3_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen3_moe(config: JsonObject) -> ModelSpec:
     """Qwen3-MoE (transformers models/qwen3_moe): Qwen3 whose feed-forwards are experts without a shared one."""
-    return qwen3(config, mla_norm_eps, moe=_sparse_layers(config))
+    return qwen3(config, moe=_sparse_layers(config))
 
 
-def qwen3_next(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen3_next(config: JsonObject) -> ModelSpec:
     """Qwen3-Next (transformers models/qwen3_next): experts of which one is for every token, and perhaps dense layers.
     vLLM's head is its own."""
     refuse(config, tie_word_embeddings=(False, None))
@@ -101,12 +100,12 @@ def qwen3_next(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     return _with_delta_net(config, "Qwen3NextForCausalLM", moe, has_fused_inputs=True)
 
 
-def qwen3_5(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen3_5(config: JsonObject) -> ModelSpec:
     """The language model of dense Qwen3.5 to 3.8 (transformers models/qwen3_5)."""
     return _with_delta_net(config, "Qwen3_5ForCausalLM", None, has_fused_inputs=False)
 
 
-def qwen3_5_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen3_5_moe(config: JsonObject) -> ModelSpec:
     """The language model of Qwen3.5-MoE and 3.6-MoE (transformers models/qwen3_5_moe): every layer has experts. Neither
     transformers nor vLLM reads the three fields that other families have for it."""
     refuse(config, mlp_only_layers=([], None), decoder_sparse_step=(1, None), norm_topk_prob=(True, None))
@@ -182,7 +181,7 @@ def _with_delta_net(
     )
 
 
-def olmoe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+def olmoe(config: JsonObject) -> ModelSpec:
     """OLMoE (transformers models/olmoe): norms over all of q and of k, weights of experts that are not normalized.
 
     vLLM's model has its eps, its norms' size, its untied head and its unnormalized weights written down, and clips
