@@ -38,7 +38,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -49,6 +48,7 @@ import psutil
 from slipstream.conf.failures import in_words, outcome_of
 from slipstream.orchestrator.cluster.private_folder import PrivateFolder
 from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes, reap_orphans, shared_memory_of
+from slipstream.orchestrator.files.outputs import output_in
 from slipstream.orchestrator.machine import count_cpus
 from slipstream.orchestrator.socket_folder import HOLD, LET_GO
 from slipstream.rollout import worker_process
@@ -91,7 +91,7 @@ def main(options: HostOptions) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is none of our lines
     threading.Thread(target=_end_with_stdin, args=(options, controller), daemon=True).start()
     if options.workers_import_under is not None:
-        with _output_to(PrivateFolder(Path(options.folder)).fork_server_log):
+        with output_in(PrivateFolder(Path(options.folder)).fork_server_log):
             fork_server.begin(options.workers_import_under, also=[worker_process.PRELOAD])
     _start_ray(options, controller)
     own = {child.pid for child in psutil.Process().children()}
@@ -102,22 +102,6 @@ def main(options: HostOptions) -> None:
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
     """A handler that does nothing."""
-
-
-@contextlib.contextmanager
-def _output_to(log: Path) -> Generator[None]:
-    """What is started in the block prints into a file."""
-    ours = [os.dup(descriptor) for descriptor in (1, 2)]
-    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.dup2(opened, 1)
-        os.dup2(opened, 2)
-        yield
-    finally:
-        for descriptor, kept in enumerate(ours, start=1):
-            os.dup2(kept, descriptor)
-            os.close(kept)
-        os.close(opened)
 
 
 def _start_ray(options: HostOptions, controller: _Controller) -> None:

@@ -1,13 +1,16 @@
 """Files and folders that a user has named: whether they can be written is known before the work whose result they are,
-and what they held before stays until the new content is there, whole.
+and what they held before stays until the new content is there, whole. And what else would be written on the terminal.
 
-Owns: both. Does not own: what is written, nor files of a run (run_folder.py).
+Owns: all of it. Does not own: what is written, nor files of a run (run_folder.py).
 """
 
 import errno
 import io
 import os
+import sys
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -64,6 +67,25 @@ def save_picture(figure: Figure, file: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=110, format="png")
     write_output(file, drawn.getvalue())
+
+
+@contextmanager
+def output_in(file: Path) -> Generator[None]:
+    """In the block, this process and those that it starts write into the file instead of on the terminal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    with file.open("wb") as opened:
+        for descriptor in (1, 2):
+            os.dup2(opened.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, terminal in zip((1, 2), kept, strict=True):
+            os.dup2(terminal, descriptor)
+            os.close(terminal)
 
 
 def _replaced(target: Path, content: str | bytes) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 from slipstream.conf.architecture.families import kind_of, of_language_model
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, Init, RunConfig
+from slipstream.orchestrator.files.outputs import output_in
 from slipstream.orchestrator.inputs.model_files import read_hf_config
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config, routing_shape
 from slipstream.orchestrator.parity.compare import (
@@ -38,7 +39,7 @@ from slipstream.orchestrator.parity.compare import (
     verdict,
 )
 from slipstream.orchestrator.parity.engine_side import Sampled, sample_and_record
-from slipstream.orchestrator.parity.progress import Count, Say, output_in, telling
+from slipstream.orchestrator.parity.progress import Count, Say, telling
 from slipstream.rollout.types import EngineOptions
 from slipstream.trainer.model.comparison import run_chained, run_isolated
 from slipstream.trainer.model.operations import Operation

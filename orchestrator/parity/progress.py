@@ -5,15 +5,12 @@
      29.2 s  engine: sample 16 x 64 tokens
      39.2 s  engine: sample 16 x 64 tokens: 320 of 1024
 
-Owns: when something is said, and where else the engine's output goes. Does not own: how it is printed (cli/main.py).
+Owns: when something is said. Does not own: how it is printed (cli/main.py).
 """
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 Say = Callable[[str], None]
 SAY_EVERY_S = 10.0
@@ -52,22 +49,3 @@ class Count:
 
     def __str__(self) -> str:
         return f"{self.done} of {self.total}"
-
-
-@contextmanager
-def output_in(file: Path) -> Generator[None]:
-    """In the block, this process and those that it starts write into the file instead of on the terminal."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(descriptor) for descriptor in (1, 2)]
-    with file.open("wb") as opened:
-        for descriptor in (1, 2):
-            os.dup2(opened.fileno(), descriptor)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, terminal in zip((1, 2), kept, strict=True):
-            os.dup2(terminal, descriptor)
-            os.close(terminal)

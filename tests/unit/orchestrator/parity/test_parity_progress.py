@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.orchestrator.parity.progress import Count, output_in, telling
+from slipstream.orchestrator.files.outputs import output_in
+from slipstream.orchestrator.parity.progress import Count, telling
 
 
 def test_a_part_is_told_as_it_begins_and_then_how_far_it_is() -> None:
