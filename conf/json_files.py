@@ -46,7 +46,6 @@ def object_in(path: Path) -> JsonObject:
 
 
 def object_or_empty(value: object) -> JsonObject:
-    """The value if it is an object, else an empty one."""
     return value if is_object(value) else {}
 
 

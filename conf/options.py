@@ -86,7 +86,6 @@ def flat_options() -> tuple[Option, ...]:
 
 @functools.cache
 def options_by_name() -> Mapping[str, Option]:
-    """Every option by its dotted name."""
     return types.MappingProxyType({option.name: option for option in flat_options()})
 
 
@@ -145,7 +144,6 @@ def show(value: object) -> str:
 
 
 def render_markdown() -> str:
-    """The text of docs/options.md."""
     lines = [
         "# Options",
         "",

@@ -79,7 +79,6 @@ def variables(device: RunDevice, *, is_own_cluster: bool = True) -> tuple[Variab
 
 
 def variables_of(config: RunConfig) -> tuple[Variable, ...]:
-    """`variables` of a run's options."""
     return variables(resolve_device(config.cluster.device), is_own_cluster=config.cluster.ray_address is None)
 
 

@@ -205,7 +205,6 @@ def nearest_existing(path: Path) -> Path:
 
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server can bind the port now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

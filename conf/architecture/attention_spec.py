@@ -113,12 +113,10 @@ class GqaSpec(AttentionSpec):
 
     @property
     def qk_head_dim(self) -> int:
-        """Elements of a query or key head."""
         return self.head_dim
 
     @property
     def v_head_dim(self) -> int:
-        """Elements of a value head."""
         return self.head_dim
 
     @property
@@ -220,7 +218,6 @@ class MlaSpec(AttentionSpec):
 
     @property
     def qk_head_dim(self) -> int:
-        """Elements of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def cached_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:

@@ -51,7 +51,6 @@ class ModelSpec:
     """Multi-token prediction layers that a checkpoint holds behind the decoder's own; never loaded."""
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether the feed-forward of this layer is a mixture of experts."""
         return self.moe is not None and self.moe.layers[layer]
 
     @property

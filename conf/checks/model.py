@@ -169,7 +169,6 @@ def check_engine_records_routes(config: RunConfig, hf_config: HfConfig) -> None:
 
 
 def check_expert_parallel_engine_has_experts(config: RunConfig, hf_config: HfConfig) -> None:
-    """Expert parallelism needs experts."""
     if config.rollout.enable_expert_parallel and not num_experts_of(hf_config):
         raise ConfigError(
             f"rollout.enable_expert_parallel=true needs a mixture of experts, and model_type="
@@ -178,7 +177,6 @@ def check_expert_parallel_engine_has_experts(config: RunConfig, hf_config: HfCon
 
 
 def check_ep_size_fits_experts(config: RunConfig, hf_config: HfConfig) -> None:
-    """Every ep_rank of the trainer holds at least one expert."""
     ep_size, num_experts = config.trainer.ep_size, num_experts_of(hf_config)
     if ep_size > 1 and num_experts == 0:
         raise ConfigError(
@@ -345,7 +343,6 @@ def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: HfConfi
 
 
 def check_lora_adapts_something(config: RunConfig, hf_config: HfConfig) -> None:
-    """The model has a part that trainer.lora adapts."""
     lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
     if config.trainer.mode is TrainMode.full or lora.attention:
         return

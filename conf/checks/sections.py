@@ -55,7 +55,6 @@ def check_all(config: RunConfig) -> None:
 
 
 def check_data_is_given(config: RunConfig) -> None:
-    """A run needs rows to sample from, or to learn."""
     if config.data.training_sources:
         return
     rows = {
@@ -78,7 +77,6 @@ def check_success_rates_are_known(config: RunConfig) -> None:
 
 
 def check_tokenizer_is_given(config: RunConfig) -> None:
-    """A model without a folder needs a tokenizer from elsewhere."""
     if config.model.tokenizer is None and config.model.path is None:
         raise ConfigError(
             "model.tokenizer is required when model.path is null; give a folder, or model.tokenizer=characters"
@@ -86,7 +84,6 @@ def check_tokenizer_is_given(config: RunConfig) -> None:
 
 
 def check_prompt_and_response_fit(config: RunConfig) -> None:
-    """The longest prompt and the longest response fit the engine together."""
     prompt, response = config.max_prompt_tokens, config.rollout.sampling.max_tokens
     limit = config.rollout.max_model_len
     if prompt + response > limit:
@@ -148,7 +145,6 @@ def check_stop_texts_are_found(config: RunConfig) -> None:
 
 
 def check_transport_fits_device(config: RunConfig) -> None:
-    """NVLink needs GPUs."""
     if config.weight_sync.transport is TransportKind.nvlink and config.cluster.device is Device.cpu:
         raise ConfigError(
             "weight_sync.transport=nvlink contradicts cluster.device=cpu: NVLink joins GPUs; "

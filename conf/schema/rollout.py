@@ -284,7 +284,6 @@ class RolloutConfig:
 
     @property
     def eval_sampling(self) -> EvalSampling:
-        """How evaluations sample."""
         own = {name: value for name in ("temperature", "seed") if (value := getattr(self.eval, name)) is not None}
         training = {item.name: getattr(self.sampling, item.name) for item in fields(self.sampling)}
         return EvalSampling(**{**training, **own}, drawing=self.eval)

@@ -92,7 +92,6 @@ class LoraConfig:
 
     @property
     def attention(self) -> bool:
-        """Whether the attention is adapted."""
         return "attention" in self.targets
 
     @property
@@ -102,12 +101,10 @@ class LoraConfig:
 
     @property
     def experts(self) -> bool:
-        """Whether routed experts are adapted."""
         return "experts" in self.targets
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
         return self.alpha / self.rank
 
     @property

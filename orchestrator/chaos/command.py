@@ -142,7 +142,6 @@ def listed(run: Path) -> list[JsonObject]:
 
 
 def list_text(found: Sequence[JsonObject]) -> str:
-    """For people."""
     lines = [("VICTIM", "processes", "")]
     for one in found:
         pids = one["pids"]
@@ -152,7 +151,6 @@ def list_text(found: Sequence[JsonObject]) -> str:
 
 
 def report(folder: Path, events: Sequence[Event], *, as_json: bool) -> str:
-    """What happened and what it cost."""
     goodput = goodput_of(read_figures(RunFolder(folder.resolve()).metrics, COLUMNS))
     if as_json:
         plain = None if goodput is None else asdict(goodput)
@@ -208,7 +206,6 @@ def _check_numbers(options: ChaosOptions) -> None:
 
 
 def _check_moments(when: Sequence[Moment], saved: JsonObject, folder: RunFolder) -> None:
-    """Whether these come in this run."""
     run, objective = saved.get("run", {}), saved.get("algorithm", {}).get("objective", Objective.policy)
     with_engines = (Moment.sampling, Moment.publish, Moment.verify, Moment.recovery)
     for moment in when:

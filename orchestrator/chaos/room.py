@@ -41,7 +41,6 @@ def folder_of(room: Kind, folder: RunFolder) -> Path:
 
 
 def is_there(room: Kind, folder: RunFolder) -> bool:
-    """Whether the run has it."""
     with suppress(ConfigError):
         return folder_of(room, folder).is_dir()
     return False

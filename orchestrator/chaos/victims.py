@@ -71,7 +71,6 @@ class Victim:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids."""
         return [process.pid for process in self.processes]
 
 

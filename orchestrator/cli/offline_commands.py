@@ -22,7 +22,6 @@ from slipstream.orchestrator.signals import wound_down_by_signals
 
 
 def launch(flags: argparse.Namespace, overrides: list[str]) -> int:
-    """Write a cluster's job that starts the run."""
     from slipstream.conf.load import load_run_config
     from slipstream.orchestrator.launch.command import launch as launch_text
     from slipstream.orchestrator.launch.launch_options import LaunchOptions, Target
@@ -44,7 +43,6 @@ def launch(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plan(flags: argparse.Namespace, overrides: list[str]) -> int:
-    """Predict a publish of the run."""
     from slipstream.conf.load import check_model_reads_overrides, load_run_config
     from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
     from slipstream.orchestrator.offline import (
@@ -84,7 +82,6 @@ def plan(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def push(flags: argparse.Namespace, serve_words: list[str]) -> int:
-    """Publish a checkpoint to engines that serve."""
     if flags.checkpoint is None:
         raise ConfigError(
             "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
@@ -103,7 +100,6 @@ def push(flags: argparse.Namespace, serve_words: list[str]) -> int:
 
 
 def parity(flags: argparse.Namespace, overrides: list[str]) -> int:
-    """Compare the trainer's log-probabilities with the engine's."""
     from slipstream.orchestrator.parity import report as parity_report
     from slipstream.orchestrator.parity.command import ParityOptions, run_parity
 
@@ -132,7 +128,6 @@ def parity(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def record(flags: argparse.Namespace, _: list[str]) -> int:
-    """Record an engine's layout of a model."""
     if flags.model is None:
         raise ConfigError("record needs a MODEL: a folder with config.json. See: slipstream record --help")
     from slipstream.orchestrator.offline import record as record_command
@@ -151,7 +146,6 @@ def record(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def doctor(flags: argparse.Namespace, _: list[str]) -> int:
-    """Whether a run can work on this machine."""
     tell("looking at this machine")
     from slipstream.orchestrator.cli.doctor import run_doctor
 

@@ -25,7 +25,6 @@ def merge(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def stop(flags: argparse.Namespace, _: list[str]) -> int:
-    """Ask the run to save and end."""
     if not flags.timeout_s > 0:
         raise ConfigError(f"--timeout-s must be > 0, got {flags.timeout_s:g}")
     from slipstream.orchestrator.control.stop_request import stop as stop_run
@@ -35,7 +34,6 @@ def stop(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def status(flags: argparse.Namespace, _: list[str]) -> int:
-    """What the run does now, or how it ended."""
     from slipstream.orchestrator.cli import status as status_command
 
     status = status_command.status_of(flags.run)
@@ -46,7 +44,6 @@ def status(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def view(flags: argparse.Namespace, _: list[str]) -> int:
-    """Serve the pages of runs, or write them into a file."""
     from slipstream.orchestrator.view.command import run_view
 
     say = partial(print, flush=True)
@@ -55,7 +52,6 @@ def view(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def recover(flags: argparse.Namespace, _: list[str]) -> int:
-    """Ask the run to start a rollout worker again."""
     from slipstream.orchestrator.control.control_folder import ask
 
     print("\n".join(ask(flags.run, {"ask": "recover", "worker": flags.worker})))
@@ -63,7 +59,6 @@ def recover(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def scale(flags: argparse.Namespace, _: list[str]) -> int:
-    """Ask the run for another number of rollout workers."""
     from slipstream.orchestrator.control.control_folder import ask
 
     wanted: str | None = flags.wanted
@@ -76,7 +71,6 @@ def scale(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def drain(flags: argparse.Namespace, _: list[str]) -> int:
-    """Ask the run to send a rollout worker away."""
     from slipstream.orchestrator.control.control_folder import ask
 
     number = (flags.worker or "").removeprefix("rollout-")

@@ -95,12 +95,10 @@ class Evaluation:
 
     @property
     def all_groups(self) -> list[Group]:
-        """The groups of all sets."""
         return [group for groups in self.groups.values() for group in groups]
 
 
 def eval_names(config: RunConfig) -> EvalNames:
-    """The names of a run's evaluations."""
     sets = tuple(name for name in config.data.held_out_sources if name)
     return EvalNames(sets, () if config.algorithm.objective is not Objective.policy else config.run.pass_ks)
 

@@ -105,7 +105,6 @@ class Startup:
                 self._cpu_until_s += span.cpu_s
 
     def waits_for(self) -> str:
-        """What is not there yet, in words."""
         kinds = [self._state_of(kind, names) for kind, names in self._kinds.items()]
         if any(name in self._now for names in self._kinds.values() for name in names):
             return ", ".join(kinds)

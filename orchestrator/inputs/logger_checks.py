@@ -22,7 +22,6 @@ _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def check_loggers(config: RunConfig) -> Fact:
-    """Every logger of the run can be opened."""
     loggers = config.run.loggers
     for name in loggers:
         if importlib.util.find_spec(name) is None:

@@ -243,7 +243,6 @@ def check_link(config: RunConfig, machine: Machine) -> Fact | None:
 
 
 def check_ray_cluster(config: RunConfig, machine: Machine) -> Fact:
-    """The requested Ray cluster answers."""
     address = config.cluster.ray_address
     if address is None:
         return Fact("ray", "a cluster of its own")

@@ -86,7 +86,6 @@ def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport
 
 
 def check_packages(config: RunConfig) -> Fact:
-    """The libraries that run models are installed."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -166,7 +165,6 @@ def _check_cache_holds_a_sequence(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def check_tokenizer(config: RunConfig) -> Fact:
-    """A tokenizer is where the options say."""
     if config.model.tokenizer == CHARACTERS:
         vocab_size = config.model.hf_config.get("vocab_size")
         if isinstance(vocab_size, int):  # else check_model reports it

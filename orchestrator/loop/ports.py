@@ -186,5 +186,4 @@ class Stopwatch:
 
     @property
     def total_s(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._started

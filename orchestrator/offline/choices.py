@@ -18,7 +18,6 @@ class RelayChoice:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole publish."""
         return self.written_s + self.read_s
 
 

@@ -200,7 +200,6 @@ class _Model:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole checkpoint."""
         tensors = self.stored.checkpoint_tensors(self.config.model.dtype.value)
         return sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in tensors)
 

@@ -34,8 +34,6 @@ class RankFigures:
 
 @dataclass(frozen=True, slots=True)
 class RecordReport:
-    """What was recorded."""
-
     model: str
     engine: str
     """Name and version of the engine whose loader was asked."""

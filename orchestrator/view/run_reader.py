@@ -66,7 +66,6 @@ class RunReader:
     # ---------------------------------------------------------------------------------------------- figures
 
     def summary(self) -> JsonObject:
-        """Where the run stands."""
         self._metrics.refresh()
         num_steps = self.options.get("run.num_steps")
         step = self._metrics.steps[-1] if self._metrics.steps else None

@@ -54,7 +54,6 @@ _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 def page_file(name: str) -> str:
-    """One of PAGE_FILES."""
     return STATIC.joinpath(name).read_text(encoding="utf-8")
 
 

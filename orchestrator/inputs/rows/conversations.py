@@ -95,8 +95,6 @@ class RowReader:
 
 
 class ConversationReader(RowReader):
-    """Makes conversations of rows."""
-
     def read(self, row: Row, number: int) -> Lesson:
         """Check and tokenize one row.
 

@@ -38,8 +38,6 @@ ANSWERS = ("chosen", "rejected")
 
 
 class PreferenceReader(RowReader):
-    """Makes pairs of rows."""
-
     def read(self, row: Row, number: int) -> Lesson:
         """Check and tokenize one row.
 
