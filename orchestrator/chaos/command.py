@@ -199,10 +199,6 @@ def _check_numbers(options: ChaosOptions) -> None:
         raise ConfigError("--every and --for go together, e.g. --every 60 --for 600; without both there is one event")
     if options.rest_bytes < 0:
         raise ConfigError(f"--rest-bytes must be >= 0, got {options.rest_bytes}")
-    numbers = {"--every": options.every, "--for": options.for_s, "--stop-s": options.stop_s}
-    for name, number in (numbers | {"--patience-s": options.patience_s}).items():
-        if number is not None and not number > 0:
-            raise ConfigError(f"{name} must be > 0 seconds, got {number:g}")
 
 
 def _check_moments(when: Sequence[Moment], saved: JsonObject, folder: RunFolder) -> None:

@@ -8,6 +8,7 @@ options of a run (conf/).
 import argparse
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -21,8 +22,9 @@ Add = Callable[..., None]
 """Adds one flag: (its names, its value's type, or bool if it takes none, the value's name, text, more of argparse)."""
 
 _IN_OUR_WORDS = {
-    r"^argument (\S+): invalid int value: ": r"\1 must be an integer, got ",
-    r"^argument (\S+): invalid float value: ": r"\1 must be a number, got ",
+    r"^argument (\S+): invalid (?:int|count) value: ": r"\1 must be an integer, got ",
+    r"^argument (\S+): invalid (?:float|positive) value: ": r"\1 must be a number, got ",
+    r"^argument (\S+): must be": r"\1 must be",
     r"^argument (\S+): invalid choice: (.*) \(choose from (.*)\)$": r"\1 must be one of \3, got \2",
     r"^argument (\S+): expected one argument$": r"\1 needs a value",
     r"^unrecognized arguments: (-\S+).*": r"unknown flag \1",
@@ -34,6 +36,18 @@ _IN_OUR_WORDS = {
 _CONFIG_DIR = "a folder with YAML files of your own"
 _LAYOUT_CACHE = "where recorded engine layouts are kept; default ~/.cache/slipstream/layouts"
 _CHECKPOINT = "newest, best (run.keep_best) or a step; default"
+
+
+def count(word: str) -> int:
+    if (number := int(word)) < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {word}")
+    return number
+
+
+def positive(word: str) -> float:
+    if not 0 < (number := float(word)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be > 0 and finite, got {word}")
+    return number
 
 
 class Parser(argparse.ArgumentParser):
@@ -129,7 +143,7 @@ def stop() -> Parser:
     parser = Parser(texts.STOP)
     parser.positional("run")
     flag = parser.flags()
-    flag("--timeout-s", float, "S", "longest wait for the end; default %(default)g", default=STOP_TIMEOUT_S)
+    flag("--timeout-s", positive, "S", "longest wait for the end; default %(default)g", default=STOP_TIMEOUT_S)
     return parser
 
 
@@ -141,11 +155,11 @@ def launch() -> Parser:
     parser.set_defaults(**_defaults(LaunchOptions))
     parser.positional("target", type=str)
     flag = parser.flags("flags: machines")
-    flag("--gpus-per-node", int, "N", "GPUs of a machine; default %(default)s")
+    flag("--gpus-per-node", count, "N", "GPUs of a machine; default %(default)s")
     kinds = f"SkyPilot's name ({DEFAULT_GPU}), SLURM's type of GPU, or the value of Kubernetes' label"
     flag("--gpu-type", str, "NAME", f"of GPU: {kinds} nvidia.com/gpu.product")
-    flag("--cpus-per-gpu", int, "N", "cores for each GPU; default %(default)s")
-    flag("--memory-gib-per-gpu", int, "N", "memory for each GPU; default %(default)s")
+    flag("--cpus-per-gpu", count, "N", "cores for each GPU; default %(default)s")
+    flag("--memory-gib-per-gpu", count, "N", "memory for each GPU; default %(default)s")
     flag = parser.flags("flags: SLURM")
     flag("--time-limit", str, "[D-]HH:MM:SS", "of one stretch of the job; default: the partition's")
     flag("--venv", Path, "DIR", "the environment with Slipstream, on every machine; default: this one")
@@ -171,13 +185,13 @@ def plan() -> Parser:
     parser.set_defaults(**_defaults(Hardware))
     flag = parser.flags("flags: the cluster")
     nodes = "GPUs of a node, default %(default)s; trainer ranks fill nodes first, then the engines"
-    flag("--ranks-per-node", int, "N", nodes)
+    flag("--ranks-per-node", count, "N", nodes)
     for name, rate, meaning in (
         ("nic", rates.nic_bytes_s, "one NIC per GPU, each direction, 10^9 bytes/s"),
         ("nvlink", rates.nvlink_bytes_s, "one-sided writes inside a node"),
         ("hbm", rates.hbm_bytes_s, "device memory traffic of packing, merging and hashing"),
     ):
-        flag(f"--{name}-gb-s", float, "RATE", f"{meaning}; default {rate / 1e9:g}")
+        flag(f"--{name}-gb-s", positive, "RATE", f"{meaning}; default {rate / 1e9:g}")
     changed = "with weight_sync.delta_bytes: share of the elements that change in a step; default %(default)s"
     flag("--changed", float, "F", changed)
     slow = "a trainer rank whose links and memory are FACTOR times slower; may be given again"
@@ -198,29 +212,29 @@ def push() -> Parser:
     parser.set_defaults(**_defaults(PushOptions))
     parser.positional("checkpoint")
     flag = parser.flags("flags: engines to start")
-    flag("--start", int, "N", "how many; they live until this command ends (Ctrl-C), unless --once")
-    flag("--tp", int, "N", "GPUs of one engine; default %(default)s", dest="tp_size")
+    flag("--start", count, "N", "how many; they live until this command ends (Ctrl-C), unless --once")
+    flag("--tp", count, "N", "GPUs of one engine; default %(default)s", dest="tp_size")
     flag("--expert-parallel", bool, None, "whole experts on every GPU of an engine", dest="enable_expert_parallel")
     flag("--dtype", str, None, "of the engine's weights; default %(default)s: the checkpoint's")
     flag("--host", str, None, "address of the engines' API; default %(default)s")
     port = "port of the first engine's API, the others count on; without it the first that are free from 8000 on"
     flag("--port", int, None, port)
-    flag("--start-timeout-s", float, "S", "longest start; default %(default)g")
+    flag("--start-timeout-s", positive, "S", "longest start; default %(default)g")
     flag("--log-dir", Path, "DIR", "what the engines say; default %(default)s")
     flag = parser.flags("flags: the publish")
     flag("--to", str, "URL[,URL...]", "engines that run; may be given again", action="append", default=[])
     base = "checkpoint that engines of --to may hold: to those that prove it, only what differs is sent"
     flag("--base", Path, "DIR", base)
     zone = "with --base: memory of each engine rank in which what differs arrives; default %(default)s"
-    flag("--delta-mib", int, "N", zone)
+    flag("--delta-mib", count, "N", zone)
     ranks = "processes that read and send; default: one for each GPU in use, 1 on CPUs"
-    flag("--ranks", int, "N", ranks, dest="num_ranks")
-    flag("--threads", int, "N", "that read, in each rank; default %(default)s", dest="num_threads")
+    flag("--ranks", count, "N", ranks, dest="num_ranks")
+    flag("--threads", count, "N", "that read, in each rank; default %(default)s", dest="num_threads")
     links = ["auto", "nvlink", "rdma", "tcp"]
     flag("--transport", str, "LINK", f"{', '.join(links)}; default %(default)s", choices=links)
-    flag("--watermark-mib", int, "N", "most temporary memory of a rank on its GPU; default %(default)s")
+    flag("--watermark-mib", count, "N", "most temporary memory of a rank on its GPU; default %(default)s")
     deadline = "deadline of one publish to one engine, and of one request to it; default %(default)g"
-    flag("--timeout-s", float, "S", deadline)
+    flag("--timeout-s", positive, "S", deadline)
     flag = parser.flags("flags: the end")
     flag("--once", bool, None, "end after the publish, and the started engines with it")
     flag("--json", bool, None, "the report for programs, as one line")
@@ -234,12 +248,12 @@ def parity() -> Parser:
     parser = Parser(texts.PARITY)
     parser.set_defaults(**_defaults(ParityOptions))
     flag = parser.flags("flags: what is sampled")
-    flag("--prompts", int, "N", "of data.path, else random; default %(default)s", dest="num_prompts")
-    flag("--prompt-tokens", int, "N", "length of a random prompt, most of a given one; default %(default)s")
-    flag("--max-tokens", int, "N", "sampled after each prompt; default %(default)s")
+    flag("--prompts", count, "N", "of data.path, else random; default %(default)s", dest="num_prompts")
+    flag("--prompt-tokens", count, "N", "length of a random prompt, most of a given one; default %(default)s")
+    flag("--max-tokens", count, "N", "sampled after each prompt; default %(default)s")
     flag = parser.flags("flags: what is compared")
     layers = "sequences whose operations are compared, held in memory whole; default %(default)s"
-    flag("--layer-prompts", int, "N", layers, dest="num_layer_prompts")
+    flag("--layer-prompts", count, "N", layers, dest="num_layer_prompts")
     flag("--transformers", bool, None, "score with transformers, too")
     usual = "parity.json of an earlier call on the same machine: name what differs more than it did then"
     flag("--usual", Path, "FILE", usual)
@@ -254,7 +268,7 @@ def record() -> Parser:
     parser = Parser(texts.RECORD)
     parser.positional("model")
     flag = parser.flags()
-    flag("--tp", int, "N", "ranks of the engine; default %(default)s", default=1)
+    flag("--tp", count, "N", "ranks of the engine; default %(default)s", default=1)
     flag("--expert-parallel", bool, None, "whole experts on every rank")
     flag("--dtype", str, None, "of the engine's weights; default %(default)s", default="bfloat16")
     device = "cuda or cpu: kind of device that the engine would run on; default %(default)s"
@@ -344,14 +358,14 @@ def chaos() -> Parser:
     flag("--what", str, "W[,W]", ways, default="kill")
     moments = "now, sampling, publish, verify, checkpoint, recovery, start; default now"
     flag("--when", str, "M[,M]", moments, default="now")
-    flag("--stop-s", float, "S", "how long stop, slow, cut and fill last; default %(default)g")
+    flag("--stop-s", positive, "S", "how long stop, slow, cut and fill last; default %(default)g")
     flag("--rest-bytes", int, "N", "what fill leaves free; default %(default)d")
     flag("--seed", int, "N", "of the draw; default: any, which is said")
     flag("--resume", bool, None, "resume the run where it ends or its controller dies, as whoever watches it would")
     flag = parser.flags("flags: how often")
-    flag("--every", float, "S", "seconds from one event to the next, or until the run is as before")
-    flag("--for", float, "S", "seconds in which events begin", dest="for_s")
-    flag("--patience-s", float, "S", "longest wait for a moment, and for the run to be as before; default %(default)g")
+    flag("--every", positive, "S", "seconds from one event to the next, or until the run is as before")
+    flag("--for", positive, "S", "seconds in which events begin", dest="for_s")
+    flag("--patience-s", positive, "S", "longest wait for a moment, or until the run is as before; default %(default)g")
     flag("--json", bool, None, "the events for programs")
     return parser
 

@@ -51,13 +51,6 @@ class LaunchOptions:
     """KubeRay."""
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--gpus-per-node", self.gpus_per_node),
-            ("--cpus-per-gpu", self.cpus_per_gpu),
-            ("--memory-gib-per-gpu", self.memory_gib_per_gpu),
-        ):
-            if value < 1:
-                raise ConfigError(f"{flag} must be >= 1, got {value}")
         if self.time_limit is not None and not re.fullmatch(r"(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d", self.time_limit):
             raise ConfigError(f"--time-limit must be HH:MM:SS or D-HH:MM:SS, got {self.time_limit!r}")
         if not self.mount.is_absolute() or self.mount == PurePosixPath("/"):

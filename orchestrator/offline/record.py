@@ -88,8 +88,6 @@ def record(
     """
     if out is not None:
         check_can_write(out, f"--out={out}")
-    if tp_size < 1:
-        raise ConfigError(f"--tp must be >= 1, got {tp_size}")
     if dtype not in list(DType):
         raise ConfigError(f"--dtype must be one of {', '.join(DType)}, got {dtype!r}")
     hf_config = read_hf_config(model, "MODEL")

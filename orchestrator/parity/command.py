@@ -46,10 +46,6 @@ class ParityOptions:
     config_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        lengths = {"prompt-tokens": self.prompt_tokens, "max-tokens": self.max_tokens}
-        for name, value in {"prompts": self.num_prompts, **lengths, "layer-prompts": self.num_layer_prompts}.items():
-            if value < 1:
-                raise ConfigError(f"--{name} must be >= 1, got {value}")
         if self.num_layer_prompts > self.num_prompts:
             raise ConfigError(
                 f"--layer-prompts must be <= --prompts, got {self.num_layer_prompts} and {self.num_prompts}"

@@ -33,14 +33,6 @@ class PushOptions:
     def __post_init__(self) -> None:
         if bool(self.start) == bool(self.to):
             raise ConfigError("push needs either --start N (engines to start here) or --to URL[,URL...] (running ones)")
-        ranks = 1 if self.num_ranks is None else self.num_ranks
-        counts = {"start": self.start or 1, "tp": self.tp_size, "ranks": ranks, "threads": self.num_threads}
-        for name, value in {**counts, "watermark-mib": self.watermark_mib, "delta-mib": self.delta_mib}.items():
-            if value < 1:
-                raise ConfigError(f"--{name} must be >= 1, got {value}")
-        for name, value in {"timeout-s": self.timeout_s, "start-timeout-s": self.start_timeout_s}.items():
-            if value <= 0:
-                raise ConfigError(f"--{name} must be > 0, got {value:g}")
         if self.port is not None and not 1 <= self.port <= 65536 - max(1, self.start):
             raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
         if self.base is not None and not self.to:

@@ -215,8 +215,8 @@ def test_what_is_stopped_goes_on_and_a_run_that_ends_is_an_outcome(folder: RunFo
         (["disk", "--what", "fill", "--rest-bytes", "-1"], "--rest-bytes must be >= 0, got -1"),
         (["--when", "later,now"], "--when must be of now, start, "),
         (["--every", "60"], "--every and --for go together"),
-        (["--stop-s", "0"], "--stop-s must be > 0 seconds, got 0"),
-        (["--for", "-1", "--every", "1"], "--for must be > 0 seconds, got -1"),
+        (["--stop-s", "0"], "--stop-s must be > 0 and finite, got 0"),
+        (["--for", "-1", "--every", "1"], "--for must be > 0 and finite, got -1"),
         (["--seed", "x"], "--seed must be an integer, got 'x'"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_request_that_a_start_removes_is_made_again(folder: Path) -> None:
     [
         ([], "slipstream stop needs a run folder, e.g. slipstream stop runs/latest"),
         (["nowhere"], "nowhere is not a run folder; give one like runs/latest"),
-        (["nowhere", "--timeout-s=-1"], "--timeout-s must be > 0, got -1"),
+        (["nowhere", "--timeout-s=-1"], "--timeout-s must be > 0 and finite, got -1"),
         (["nowhere", "--timeout"], "Did you mean --timeout-s?"),
     ],
 )

@@ -63,7 +63,7 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--start", "1", "--tp", "3"], "--tp=3 does not divide the model's 4 attention heads; it can be 1, 2, 4"),
         (["--start", "100000"], "--start 100000 with --tp 1 needs "),  # memory, or GPUs
         (["--start", "1", "--ranks", "0"], "--ranks must be >= 1, got 0"),
-        (["--start", "1", "--timeout-s", "0"], "--timeout-s must be > 0, got 0"),
+        (["--start", "1", "--timeout-s", "0"], "--timeout-s must be > 0 and finite, got 0"),
         (["--start", "2", "--port", "65535"], "--port 65535: engines take one port each from there"),
         (["--start", "1", "--host", "nowhere.invalid"], "--host nowhere.invalid is no address of this machine"),
         (["--to", "http://nowhere.invalid:8000"], "--to http://nowhere.invalid:8000: there is no host"),
