@@ -19,7 +19,7 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.files.outputs import write_output
 from slipstream.orchestrator.view.run_reader import RunReader
 from slipstream.orchestrator.view.sample_index import PAGE, SampleQuery
-from slipstream.orchestrator.view.server import page_file
+from slipstream.orchestrator.view.server import MODULES, page_file
 
 MOST_SAMPLE_BYTES = 16 << 20
 """Bytes of samples of each run, as JSON."""
@@ -27,11 +27,6 @@ MOST_TIMELINES = 200
 """Steps of each run whose timelines are in the file: the last ones."""
 SAMPLE_ORDERS = ("worst k3", "highest reward", "lowest reward", "longest", "newest")
 """The first page of each is in the file, and so are truncated ones and episodes."""
-MODULES = (
-    "format.js", "dom.js", "source.js", "curves.js", "timeline.js", "fleet.js", "sample_detail.js", "samples.js",
-    "options.js", "main.js",
-)  # fmt: skip
-"""Each after those that it imports from."""
 
 
 def write_page(readers: Sequence[RunReader], path: Path) -> int:

@@ -46,10 +46,12 @@ HEADERS = {
 }
 STATIC = files("slipstream.orchestrator.view") / "static"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-PAGE_FILES = (
-    "index.html", "style.css", "main.js", "dom.js", "source.js", "format.js", "curves.js", "timeline.js", "fleet.js",
-    "samples.js", "sample_detail.js", "options.js", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css",
+MODULES = (
+    "format.js", "dom.js", "source.js", "curves.js", "timeline.js", "fleet.js", "sample_detail.js", "samples.js",
+    "options.js", "main.js",
 )  # fmt: skip
+"""Each after those that it imports from."""
+PAGE_FILES = ("index.html", "style.css", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", *MODULES)
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
