@@ -260,12 +260,7 @@ class Machine:
 
     def free_port(self, first: int) -> int | None:
         """The first free port of the hundred from `first` on; None if none is free."""
-        return first if self.is_port_free(first) else self.next_free_port(first)
-
-    def next_free_port(self, after: int) -> int | None:
-        """The first free port of the hundred after `after`; None if none is free."""
-        last = min(after + 100, 65535)
-        return next((port for port in range(after + 1, last + 1) if self.is_port_free(port)), None)
+        return next((port for port in range(first, min(first + 100, 65536)) if self.is_port_free(port)), None)
 
 
 HERE = Machine()

@@ -248,7 +248,7 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
     if machine.is_port_free(port):
         yield Finding("ray", f"port {port} (dashboard)", "free")
     else:
-        advice = f"a run takes the next free one, {machine.next_free_port(port)}, and says so"
+        advice = f"a run takes the next free one, {machine.free_port(port)}, and says so"
         yield Finding("ray", f"port {port} (dashboard)", "taken", Status.note, advice)
     address = machine.running_ray_cluster()
     if address is None:

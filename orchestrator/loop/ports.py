@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
@@ -75,16 +74,6 @@ class TaughtTrainer(StepTrainer, Protocol):
     ) -> list[LossStats]: ...
 
 
-class Prompts(Protocol):
-    """An endless, seeded order of prompts with a cursor (orchestrator.data.streams.Stream)."""
-
-    def __next__(self) -> Prompt: ...
-    def state_dict(self) -> JsonObject: ...
-    def load_state_dict(self, state: JsonObject) -> None: ...
-    def observe(self, prompt_id: int, rewards: Sequence[float | None]) -> None: ...
-    def metrics(self) -> dict[str, float | None]: ...
-
-
 class Rewards(Protocol):
     """Judges responses, one judgement per rollout (rollout.rewards.runner.RewardRunner)."""
 
@@ -145,7 +134,7 @@ class LoopServices(StepServices):
     trainer: PublishingTrainer
     supervisor: Supervisor
     router: Router
-    prompts: Prompts
+    prompts: Stream[Prompt]
     eval_sets: Mapping[str, Sequence[Prompt]]
     """Held-out prompts by the name of their set, "" for data.eval_path."""
     rewards: Rewards

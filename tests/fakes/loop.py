@@ -28,6 +28,7 @@ from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.figures.held_out import eval_names
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames
 from slipstream.orchestrator.files.row_files import read_rows
@@ -80,13 +81,17 @@ class FakeTeacher:
         return {"failures": 1, "retries": 2, "response_s": 0.5}
 
 
-class FakePrompts:
+class FakePrompts(Stream[Prompt]):
     """Prompt i is the i-th drawn; the cursor is a number."""
 
     def __init__(self) -> None:
         self.cursor = 0
         self.observed: list[tuple[int, list[float | None]]] = []
         """Every group's prompt and rewards, in the order in which they were judged."""
+
+    @property
+    def epoch(self) -> int:
+        return 0
 
     def __next__(self) -> Prompt:
         self.cursor += 1

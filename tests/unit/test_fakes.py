@@ -15,8 +15,8 @@ from unit.rollout.adapters.test_adapter_replica import SeededEngine
 from slipstream.fleet.replicas import RolloutHandle
 from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
 from slipstream.orchestrator.data.curriculum import Middling
-from slipstream.orchestrator.data.streams import Mixed, Shuffled, Streamed
-from slipstream.orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
+from slipstream.orchestrator.data.streams import Mixed, Shuffled, Stream, Streamed
+from slipstream.orchestrator.loop.ports import PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
 from slipstream.orchestrator.push.sender_process import RankProcess
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
 from slipstream.rollout.base_replica import BaseReplica
@@ -44,11 +44,11 @@ PAIRS = [
     (RolloutHandle, RayRolloutWorker),
     (WorkerVerbs, RolloutWorker),
     (EngineWithSlots, VllmEngine),
-    (Prompts, FakePrompts),
-    (Prompts, Shuffled),
-    (Prompts, Streamed),
-    (Prompts, Mixed),
-    (Prompts, Middling),
+    (Stream, FakePrompts),
+    (Stream, Shuffled),
+    (Stream, Streamed),
+    (Stream, Mixed),
+    (Stream, Middling),
     (Rewards, FakeRewards),
     (Rewards, RewardRunner),
     (Transport, MemoryTransport),

@@ -93,7 +93,7 @@ def test_ports() -> None:
         server.listen()
         port = server.getsockname()[1]
         assert not is_port_free(port)
-        free = HERE.next_free_port(port)
+        free = HERE.free_port(port)
     assert free is not None
     assert free > port
 
