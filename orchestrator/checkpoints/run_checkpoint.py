@@ -95,10 +95,13 @@ def how_to_go_on(folder: RunFolder, num_steps: object) -> str:
     """What is saved of a run that has ended, and what to do for more of it."""
     complete = complete_checkpoints(folder.checkpoints)
     if not complete:
-        return "no state of it is saved (run.checkpoint_every_steps): start another one with slipstream train"
-    is_over = isinstance(num_steps, int) and has_nothing_left(folder, num_steps)
-    left = ": nothing is left to train" if is_over else f"; go on with: {folder.how_to_resume}"
-    return f"step {step_of(complete[-1])} is saved{left}"
+        return "there is no checkpoint yet (run.checkpoint_every_steps) to go on from: start it again"
+    if isinstance(num_steps, int) and has_nothing_left(folder, num_steps):
+        return (
+            f"all {num_steps} steps are made, so a resume has nothing left to train: start again with "
+            f"slipstream train, or raise run.num_steps: {folder.how_to_resume} run.num_steps=MORE"
+        )
+    return f"step {step_of(complete[-1])} is saved; go on with: {folder.how_to_resume}"
 
 
 def checkpoints_of(config: RunConfig, folder: RunFolder) -> CheckpointStore:

@@ -90,19 +90,12 @@ def tell(text: str) -> None:
 
 def _where(folder: RunFolder | None, num_steps: int) -> str:
     """Where to read on and, unless the run makes no step, how to go on, once the run has a folder of its own."""
-    from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
+    from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 
     if folder is None:
         return "The run had no folder yet."
     said = f"Log: {folder.log}" + (f", worker logs: {folder.ray_logs}" if folder.ray_logs.is_dir() else "")
     if num_steps == 0:
         return said
-    complete = complete_checkpoints(folder.checkpoints)
-    if not complete:
-        return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps) to go on from: start it again."
-    if has_nothing_left(folder, num_steps):
-        return (
-            f"{said}\nAll {num_steps} steps are made, so a resume has nothing left to train: start again with "
-            f"slipstream train, or raise run.num_steps: {folder.how_to_resume} run.num_steps=MORE"
-        )
-    return f"{said}\nGo on from step {step_of(complete[-1])}: {folder.how_to_resume}"
+    then = how_to_go_on(folder, num_steps)
+    return f"{said}\n{then[0].upper()}{then[1:]}"

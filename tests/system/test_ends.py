@@ -160,7 +160,7 @@ def test_a_batch_system_ends_a_run_in_a_publish(ended_in_a_publish: EndedInAPubl
     assert ended.last_row["policy_version"] == int(version)
     assert ended.last_row["sync/replicas_committed"] == 1
     assert ended.checkpoints == [f"step-{version:0>6}"]
-    assert f"Go on from step {version}: slipstream resume {ended.folder}" in ended.said
+    assert f"Step {version} is saved; go on with: slipstream resume {ended.folder}" in ended.said
     assert re.search(r"Ray dashboard: http://127.0.0.1:\d+ asks for the token in \S+ \(8265 is taken\)", ended.said)
 
 

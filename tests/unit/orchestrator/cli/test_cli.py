@@ -123,7 +123,7 @@ def test_a_run_that_ended_early_says_how_to_go_on(
 
     fake_run(monkeypatch, run)
     assert main([*READY, "model.hf_config.rope_parameters={rope_type: default}"]) != 0
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Go on")]
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "go on with" in line]
     told, _, command = said.partition(": ")
-    assert told == "Go on from step 40"
+    assert told == "Step 40 is saved; go on with"
     assert shlex.split(command) == ["slipstream", "resume", str(opened[0].root)]

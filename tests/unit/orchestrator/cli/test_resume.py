@@ -109,9 +109,9 @@ def test_a_run_that_fails_after_its_last_step_is_not_told_to_resume(
         "All 2 steps are made, so a resume has nothing left to train: start again with slipstream train, or raise"
         in said
     )
-    assert "Go on from" not in said and said.endswith(" run.num_steps=MORE\n")
+    assert "go on with" not in said and said.endswith(" run.num_steps=MORE\n")
     assert main([*READY, "run.num_steps=3"]) == 1
-    assert "Go on from step 2: slipstream resume " in capsys.readouterr().err
+    assert "Step 2 is saved; go on with: slipstream resume " in capsys.readouterr().err
 
 
 def test_resume_without_starting_says_what_it_would_do(
