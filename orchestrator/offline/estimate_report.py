@@ -89,6 +89,7 @@ def as_plain(report: PlanReport) -> JsonObject:
         },
         "relay": None if report.relay is None else {**asdict(report.relay), "total_s": report.relay.total_s},
         "delta": None if report.delta is None else asdict(report.delta),
+        "remote_merge": None if report.remote_merge is None else asdict(report.remote_merge),
         "modes": {**asdict(report.modes), "break_even_s": report.modes.break_even_s},
     }
 

@@ -6,6 +6,7 @@ The engine's layout comes from a stand-in here (it takes a vLLM to record one: t
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.offline import estimate as plan_command
 from slipstream.orchestrator.offline.estimate import PlanReport, plan_run
-from slipstream.orchestrator.offline.estimate_report import print_report
+from slipstream.orchestrator.offline.estimate_report import as_plain, print_report
 from slipstream.orchestrator.offline.hardware import Hardware
 from slipstream.orchestrator.offline.modes import adapter_slot
 from slipstream.rollout.errors import EngineError
@@ -167,6 +168,7 @@ def test_a_publish_of_factors_is_planned_beside_the_whole_one(capsys: pytest.Cap
     assert 0 < report.remote_merge.base_bytes < report.rollout.weights
     print_report(report)
     assert "engines that merge for themselves (weight_sync.remote_merge)" in capsys.readouterr().out
+    assert as_plain(report)["remote_merge"] == asdict(report.remote_merge)
     assert planned().remote_merge is None
 
 
