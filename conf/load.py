@@ -133,7 +133,6 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
     """The RunConfig that `resolved_yaml` wrote, for example into a run folder, with overrides of single options.
 
     Args:
-        text: The YAML.
         overrides: `section.option=value`.
         subject: Put before an error about the text, "FILE: ".
 

@@ -103,7 +103,6 @@ def rope_spec(
     Of two, `rope_scaling` counts, as for transformers and vLLM.
 
     Args:
-        config: as in config.json.
         head_dim: elements of a head.
         interleaved: as RopeSpec.interleaved.
         partial: the part of each head that turns, where the config does not say; None: in this family, all of it.

@@ -107,7 +107,6 @@ def _check_dense_layers(config: JsonObject, unsaid: list[str], unsaid_words: str
     """vLLM's models count dense layers by first_k_dense_replace; transformers' name them in mlp_layer_types.
 
     Args:
-        config: As in config.json.
         unsaid: What transformers takes that for, where it is missing.
         unsaid_words: The same in a message.
     """
@@ -211,7 +210,6 @@ def sigmoid_moe(
     """DeepSeek-V3's experts: the first layers dense, the others routed by sigmoid scores, in groups.
 
     Args:
-        config: As in config.json.
         engine_rounds_logits: As MoeSpec.engine_rounds_logits.
         scaling_factor: routed_scaling_factor, if the config does not say.
         num_shared: n_shared_experts, if the config does not say.

@@ -49,7 +49,6 @@ def read_config(config: JsonObject, mla_norm_eps: MlaNormEps = MlaNormEps.rollou
     """The spec of a config.json's dict. Missing optional fields take transformers' defaults.
 
     Args:
-        config: as in config.json.
         mla_norm_eps: which eps the low-rank norms of latent attention take.
 
     Raises:
@@ -92,9 +91,6 @@ def read_config(config: JsonObject, mla_norm_eps: MlaNormEps = MlaNormEps.rollou
 
 def of_language_model(config: JsonObject) -> JsonObject:
     """The config of the language model in a checkpoint that has a vision tower, too; any other config as it is.
-
-    Args:
-        config: As in config.json.
 
     Raises:
         ConfigError: It lacks the language model's, or says otherwise than that.

@@ -136,7 +136,6 @@ def _with_delta_net(
     """Gated DeltaNet in three of four layers, a gate on the heads of the others; norms multiply by 1 + weight.
 
     Args:
-        config: As in config.json.
         architecture: Class of transformers and vLLM.
         moe: The layers with experts; None: there are none.
         has_fused_inputs: As DeltaNetSpec.has_fused_inputs.
@@ -215,7 +214,6 @@ def _mistral_like(
     """Attention without biases and norms.
 
     Args:
-        config: As in config.json.
         architecture: Class of transformers and vLLM.
         default_window: Keys that a query sees, if the config does not say.
         rms_norm_eps: eps, if the config does not say.

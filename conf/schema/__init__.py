@@ -44,7 +44,6 @@ from slipstream.conf.schema.parity import ParityConfig as ParityConfig
 from slipstream.conf.schema.reward import (
     ANSWER as ANSWER,
     READ_AN_ANSWER as READ_AN_ANSWER,
-    SHIPPED_REWARDS as SHIPPED_REWARDS,
     CodeConfig as CodeConfig,
     JudgeConfig as JudgeConfig,
     RewardConfig as RewardConfig,

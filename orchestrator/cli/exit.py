@@ -36,7 +36,6 @@ def run_to_an_exit_code(
     """Train, and turn every way in which that ends into an exit code.
 
     Args:
-        overrides: the words of the command line.
         received: the signals so far.
         ended: called with the run's folder when the run has done what it should.
     """

@@ -19,11 +19,7 @@ def who_judges(config: RunConfig) -> str:
 
 
 def unchosen_reward(config: RunConfig, overrides: Sequence[str]) -> str:
-    """The line that says that a new run's reward is the default one; empty if a word chose it, or an agent judges.
-
-    Args:
-        overrides: Words of the command line.
-    """
+    """The line that says that a new run's reward is the default one; empty if a word chose it, or an agent judges."""
     is_chosen = any(word.lstrip("+~").startswith("reward") for word in overrides)
     trains = config.algorithm.objective is Objective.policy and config.run.num_steps > 0 and config.run.resume is None
     if is_chosen or not trains or config.rollout.agent is not None or not _is_default(config):
