@@ -95,7 +95,7 @@ def how_to_go_on(folder: RunFolder, num_steps: object) -> str:
     """What is saved of a run that has ended, and what to do for more of it."""
     complete = complete_checkpoints(folder.checkpoints)
     if not complete:
-        return "there is no checkpoint yet (run.checkpoint_every_steps) to go on from: start it again"
+        return "there is no checkpoint (run.checkpoint_every_steps) to go on from: start it again"
     if isinstance(num_steps, int) and has_nothing_left(folder, num_steps):
         return (
             f"all {num_steps} steps are made, so a resume has nothing left to train: start again with "

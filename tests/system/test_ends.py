@@ -62,7 +62,7 @@ def test_a_batch_system_ends_a_run_whose_ray_starts(run: RunUnderWay) -> None:
     with run:
         run.stop()
         assert "stopped; processes of the run have ended" in run.said
-        assert "There is no checkpoint yet" in run.said and TOLD_TO_END in run.said
+        assert "There is no checkpoint" in run.said and TOLD_TO_END in run.said
 
 
 GATED_REWARD = """

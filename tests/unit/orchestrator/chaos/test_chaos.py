@@ -252,7 +252,7 @@ def test_a_run_that_has_ended_or_is_another_users_is_refused(
     folder: RunFolder, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(folder.root, "trainer-0")
-    with pytest.raises(ConfigError, match="has ended: there is nothing to harm; there is no checkpoint yet"):
+    with pytest.raises(ConfigError, match="has ended: there is nothing to harm; there is no checkpoint"):
         chaos(ChaosOptions(run=folder.root), print)
     with alive(folder.root), monkeypatch.context() as patch:
         patch.setattr("os.geteuid", lambda: 4711)

@@ -101,7 +101,7 @@ def test_exit_code_and_traceback_tell_whose_mistake_it_was(
     err = capsys.readouterr().err
     assert ("Traceback" in err) == has_traceback
     assert str(error) in err.splitlines()[-3 if has_log else -1]
-    assert (f"Log: {opened[0].log}\nThere is no checkpoint yet" in err) == has_log
+    assert (f"Log: {opened[0].log}\nThere is no checkpoint" in err) == has_log
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), NoReplicasLeft("every worker is gone")])

@@ -180,7 +180,7 @@ async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None
 
 
 def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"is not alive; there is no checkpoint yet .*: start it again"):
+    with pytest.raises(ConfigError, match=r"is not alive; there is no checkpoint .*: start it again"):
         ask(run, recover(0))
     with alive(run):
         assert is_alive(run)
