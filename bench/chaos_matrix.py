@@ -55,7 +55,8 @@ IN_A_STEP = ("sampling", "publish", "verify", "checkpoint", "recovery")
 FIRST_STEP = 3
 """Events begin after it."""
 FIRST_SAVED = 6
-"""By then there is a checkpoint, which a run needs that is stopped and resumed."""
+"""By then there is a checkpoint, which a run needs that is stopped or ended, and resumed."""
+ENDS_A_RUN = ("raylet", "gcs", "node")
 LIMIT_S = 900
 
 
@@ -167,7 +168,8 @@ def carry_out(name: str, plan: Plan, left: Sequence[tuple[str, str, str]], folde
     for number, cell in enumerate(left):
         victim, what, moment = cell
         is_start = moment == "start"
-        goes_on = has_made(run, FIRST_SAVED if is_start else FIRST_STEP) and (not is_start or starts_again(run))
+        first = FIRST_SAVED if is_start or victim in ENDS_A_RUN else FIRST_STEP
+        goes_on = has_made(run, first) and (not is_start or starts_again(run))
         if not goes_on:
             print(f"{name}: the run is over before {cell}", flush=True)
             break

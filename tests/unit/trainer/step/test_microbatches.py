@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.trainer.step import microbatches
 from slipstream.trainer.step.microbatches import (
     ATTENTION_EQUAL_TOKENS,
     Extent,
@@ -94,7 +93,7 @@ def test_a_spread_that_is_stuck_with_a_bin_more_than_first_fit_needs_leaves_that
     """160 tokens fill eight bins of 20, and three ranks need nine. Spread by cost, the first 18 samples are two in each
     of nine, 15 tokens or more, and the next one, of 6, has no room."""
     lengths = [10, 10, 10, 9, 9, 8, 8, 8, 8, 8, 7, 7, 7, 6, 6, 6, 6, 6, 6, 4, 4, 3, 2, 1, 1]
-    monkeypatch.setattr(microbatches, "ATTENTION_EQUAL_TOKENS", 0.4)
+    monkeypatch.setattr("slipstream.trainer.step.microbatches.ATTENTION_EQUAL_TOKENS", 0.4)
     ranks = pack(lengths, num_ranks=3, max_tokens=20)
     members = [microbatch for of_rank in ranks for microbatch in of_rank]
     assert sorted(map(len, ranks)) == [3, 3, 3]
