@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.restarts import turns
+from fakes.clock import turns
 
 from slipstream.rollout import kept_groups
 from slipstream.rollout.kept_groups import KeptGroups

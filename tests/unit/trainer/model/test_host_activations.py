@@ -50,7 +50,7 @@ def decoder_of(hf_config: dict[str, Any], num_layers: int = 4, *, on_host: bool 
 
 def num_chunks(pool: HostPool | None) -> int:
     assert pool is not None
-    return len(pool._free)
+    return len(pool.free)
 
 
 def gradients(decoder: Decoder) -> list[Tensor]:
