@@ -192,7 +192,8 @@ async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> 
     assert not any(saved_early), "a run that dies during an evaluation would go on behind a step without a row"
     assert [step_of(path) for path in complete_checkpoints(folder)] == [2, 5, 6]
     facts = {"metric": "eval/reward", "value": 1.0, "step": 2, "since": 0, "held_out": {"": "held_out.jsonl"}}
-    assert json.loads((folder / "best.json").read_text()) == {**facts, "options": options_behind(config)}
+    judged_by = {"options": options_behind(config), "files": {}}
+    assert json.loads((folder / "best.json").read_text()) == {**facts, **judged_by}
     assert loop.folder.best.resolve() == folder / "step-000002"
 
     again = BestCheckpoint(loop.checkpoints, config, up_to_step=6)
