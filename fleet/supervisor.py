@@ -23,6 +23,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from slipstream.conf.plural import counted
 from slipstream.fleet.fleet_log import FleetEvent, FleetRow
 from slipstream.fleet.following import follow
 from slipstream.fleet.replicas import Held, Replica, ReplicaState, RolloutHandle, cause_of
@@ -177,8 +178,8 @@ class Supervisor:
             other.is_wanted and other.state is not ReplicaState.starting for other in self.roster.replicas.values()
         )
         logger.warning(
-            "%s is out of service%s, %d left: %s",
-            replica.process, "" if is_last else " and is restarted", num_left, reason,
+            "%s is out of service%s, %s left: %s",
+            replica.process, "" if is_last else " and is restarted", counted(num_left, "other worker"), reason,
         )  # fmt: skip
         if is_last:
             self.roster.note(replica, FleetEvent.out, reason=reason)

@@ -42,6 +42,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from slipstream.conf.plural import counted
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.waiting import together, wait_for
@@ -242,7 +243,7 @@ class Controller(StepLoop):
             num_replaced = self.sampler.num_uninformative - self._reported["rollout/groups_uninformative"]
             return (
                 f"a batch: {self.buffer.num_ready} of {self._config.algorithm.groups_per_step} groups are in, "
-                f"{self.services.supervisor.roster.num_serving} replicas serve, "
+                f"{counted(self.services.supervisor.roster.num_serving, 'replica')} in service, "
                 f"{num_replaced} groups had equal rewards and were replaced"
             )
 

@@ -33,7 +33,7 @@ def test_a_killed_worker_comes_back_with_the_current_adapter_while_steps_go_on(c
         run.wait_for_returns(1)
         stop(run.folder, timeout_s=60)
         assert run.exit_code() == 128 + signal.SIGTERM
-    assert "rollout-0 is out of service and is restarted, 1 left: " in run.log
+    assert "rollout-0 is out of service and is restarted, 1 other worker left: " in run.log
     assert "of the rollout worker was ended by SIGKILL" in run.log
     assert_workers_came_back(run.rows, times=1)
 

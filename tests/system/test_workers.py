@@ -39,7 +39,7 @@ def test_workers_die_are_recalled_come_and_go_while_steps_go_on_and_no_sample_is
         assert engine.parent() == run.worker("rollout-1"), "vLLM forks it from its worker"
         engine.send_signal(signal.SIGSEGV)
         run.wait_for_returns(1)
-        assert "rollout-1 is out of service and is restarted, 1 left: " in run.log
+        assert "rollout-1 is out of service and is restarted, 1 other worker left: " in run.log
         assert re.fullmatch(r"rollout-0 was (serving|updating) and is being restarted\n", said_by(run, "recover", "0"))
         run.wait_for_returns(2)
         both = run.rows

@@ -9,6 +9,7 @@ from fakes.clock import on_jumping_clock
 from fakes.fleet import never, serve, supervised, until
 from fakes.trainer import outcome
 
+from slipstream.conf.plural import counted
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.supervisor import Supervisor
@@ -57,7 +58,8 @@ async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: p
     ]
     assert [replica.reason for replica in supervisor.roster.replicas.values()] == reasons
     assert caplog.messages == [
-        f"rollout-{number} is out of service, {2 - number} left: {reason}" for number, reason in enumerate(reasons)
+        f"rollout-{number} is out of service, {counted(2 - number, 'other worker')} left: {reason}"
+        for number, reason in enumerate(reasons)
     ]
     with pytest.raises(NoReplicasLeft, match="rollout-0: rollout-0 died of SIGSEGV"):
         supervisor.roster.require_replicas()

@@ -26,7 +26,7 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     await cast.publish(7)
     cast.gate.clear()
     await cast.fail(0)
-    assert caplog.messages[-1] == "rollout-0 is out of service and is restarted, 1 left: it died"
+    assert caplog.messages[-1] == "rollout-0 is out of service and is restarted, 1 other worker left: it died"
     await until(lambda: cast.num_started == 1)
     assert cast.states == [S.starting, S.serving]
     assert len(await cast.router.generate_group(PROMPT, 2)) == 2

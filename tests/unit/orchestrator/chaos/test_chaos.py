@@ -110,14 +110,14 @@ def test_moments_are_those_that_the_log_tells(folder: RunFolder) -> None:
     assert [watch.is_on(Moment.verify, at) for at in (101.4, 101.6, 101.8)] == [False, True, False]
     log(folder, 101.9, f"{publish} ended after 0.9 s: 2 of 2 replicas committed")
     log(folder, 102.0, "orchestrator.files.run_log: step 2/9  reward 0.5")
-    log(folder, 102.1, "fleet.supervisor: rollout-1.1 is out of service and is restarted, 1 left: it died")
+    log(folder, 102.1, "fleet.supervisor: rollout-1.1 is out of service and is restarted, 1 other worker left: it died")
     watch.look()
     assert watch.had_ended(102.0) and not watch.is_on(Moment.publish, 102.0) and watch.is_on(Moment.sampling, 102.0)
     assert watch.is_on(Moment.recovery, 102.2)
     log(folder, 103.0, "fleet.roster: rollout-1.2 serves again, 0.9 s after it failed")
     watch.look()
     assert not watch.is_on(Moment.recovery, 103.0) and not watch.is_on(Moment.checkpoint, 103.0)
-    log(folder, 104.0, "fleet.supervisor: rollout-0 is out of service and is restarted, 1 left: it died")
+    log(folder, 104.0, "fleet.supervisor: rollout-0 is out of service and is restarted, 1 other worker left: it died")
     log(folder, 110.0, "orchestrator.cluster.rollout_workers: up: 2 rollout workers; an engine takes up to 4 requests")
     assert not RunWatch(folder).recovering, "the run was stopped meanwhile, and resumed with new workers"
     (folder.checkpoints / ".step-000002.partial").mkdir(parents=True)

@@ -264,7 +264,7 @@ async def test_a_batch_is_waited_for_while_groups_end_and_its_error_says_what_is
     controller.buffer, is_lost = buffer, False
     assert await controller._next_batch() == "a batch"
     is_lost = True
-    said = "a batch: 1 of 3 groups are in, 2 replicas serve, 4 groups had equal rewards and were replaced"
+    said = "a batch: 1 of 3 groups are in, 2 replicas in service, 4 groups had equal rewards and were replaced"
     with pytest.raises(WaitTimeout, match=f"waiting for {said}"):
         await controller._next_batch()
 
