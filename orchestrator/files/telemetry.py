@@ -99,13 +99,28 @@ class Telemetry:
         if record.step:
             self._add_goodput(row, record.timeline)
         finite = {name: _finite(value) for name, value in row.items()}
-        with naming_a_full_disk(self._folder.metrics):
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
+        try:
+            self._write_beside(record)
+        finally:  # the last of the step's rows: a resume after a kill takes a step that has it for done
+            with naming_a_full_disk(self._folder.metrics):
+                self._file.write(json.dumps(finite) + "\n")
+                self._file.flush()
         numbers = {name: value for name, value in finite.items() if value is not None}
         with naming_a_full_disk(self._folder.tensorboard):
             for logger in self._loggers:
                 logger.write(record.step, numbers)
+        seconds = row["step/total_s"]
+        if record.optim is not None and seconds is not None:
+            if self._recent_s is None:
+                self._recent_s = deque(maxlen=20)  # without the first step, which compiles kernels
+            else:
+                self._recent_s.append(float(seconds))
+        left_s = (self._num_steps - record.step) * float(np.median(self._recent_s)) if self._recent_s else None
+        self._progress.show(record.step, self._num_steps, self._describe(row), left_s)
+        return row
+
+    def _write_beside(self, record: StepRecord) -> None:
+        """The step's rows in the other files."""
         for evaluation in record.evaluations:
             self._last_eval = evaluation
             figures = {name: _finite(value) for name, value in evaluation.figures.items()}
@@ -118,15 +133,6 @@ class Telemetry:
         if record.timeline is not None:
             with naming_a_full_disk(self._folder.timeline):
                 write_row(self._folder.timeline, row_of_step(record.step, record.timeline, record.sync))
-        seconds = row["step/total_s"]
-        if record.optim is not None and seconds is not None:
-            if self._recent_s is None:
-                self._recent_s = deque(maxlen=20)  # without the first step, which compiles kernels
-            else:
-                self._recent_s.append(float(seconds))
-        left_s = (self._num_steps - record.step) * float(np.median(self._recent_s)) if self._recent_s else None
-        self._progress.show(record.step, self._num_steps, self._describe(row), left_s)
-        return row
 
     def _add_goodput(self, row: dict[str, Value], timeline: StepTimeline | None) -> None:
         """What the step's time is measured by, and the goodput up to it."""

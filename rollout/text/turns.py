@@ -19,6 +19,8 @@ from slipstream.rollout.text.messages import Chat
 
 ROLES = ("system", "user", "assistant", "tool")
 """Known to every template that writes a message's role as it is. Others must be named by the template."""
+OPENAI_ROLES = (*ROLES, "developer", "function")
+"""Roles of OpenAI's protocol: a request may have them where the template writes them."""
 
 
 class TurnCheck:
@@ -50,22 +52,23 @@ class TurnCheck:
             self._tried.add(key)
 
     def check_shown(self, chat: Chat) -> None:
-        """Refuse a message of an agent's request whose role the template does not name, or which it leaves out.
+        """Refuse a message of an agent's request whose role neither OpenAI's protocol nor the template names, or which
+        the template leaves out.
 
         Raises:
             DataError: Names the message by its number, from 1.
             TemplateRefused: The template refuses the messages.
         """
         roles = [str(message["role"]) for message in chat.messages]
-        self._check_roles(roles)
+        self._check_roles(roles, OPENAI_ROLES)
         asked = {(role, number == 0) for number, role in enumerate(roles) if role == "system" or role not in ROLES}
         if not asked <= self._shown:
             self._check_written(chat, is_open=True, may_move=True)
             self._shown |= asked
 
-    def _check_roles(self, roles: Sequence[str]) -> None:
+    def _check_roles(self, roles: Sequence[str], known: Sequence[str] = ROLES) -> None:
         for number, role in enumerate(roles, start=1):
-            if role not in ROLES and not self._template.names(role):
+            if role not in known and not self._template.names(role):
                 raise DataError(
                     f"message {number} has the role {role!r}, which the model's chat template does not name; write it "
                     f"as one of {', '.join(ROLES)}"

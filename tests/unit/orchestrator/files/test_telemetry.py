@@ -13,6 +13,7 @@ import pytest
 from fakes.trainer import outcome, publish_report, stats
 from rich.console import Console
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, evaluate_groups
 from slipstream.orchestrator.files.curves import draw_curves
 from slipstream.orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
@@ -29,7 +30,7 @@ from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from slipstream.orchestrator.files.step_rows import StepRecord, row_of
 from slipstream.orchestrator.files.telemetry import Telemetry
-from slipstream.orchestrator.files.timeline import StepTimeline
+from slipstream.orchestrator.files.timeline import StepTimeline, write_row
 from slipstream.orchestrator.run_parts import RunResult
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes
 from slipstream.trainer.types import OptimStats
@@ -197,6 +198,23 @@ def test_a_step_leaves_its_samples_and_its_timeline(tmp_path: Path) -> None:
     assert len(row["publish"]["replicas"]) == 2
     samples = [json.loads(line) for line in folder.samples.read_text().splitlines()]
     assert [(row["step"], row["policy_version"]) for row in samples] == [(3, 3)] * 2 + [(4, 9)] * 2
+
+
+def test_a_steps_row_is_written_after_what_other_files_have_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume after a kill takes a step that has its row for done: what came after it would be missing for good."""
+    folder, found = RunFolder(tmp_path), list[tuple[str, int]]()
+
+    def look(path: Path, row: JsonObject) -> None:
+        found.append((folder.metrics.read_text(), folder.samples.read_text().count("\n")))
+        write_row(path, row)
+
+    monkeypatch.setattr("slipstream.orchestrator.files.telemetry.write_row", look)
+    with open_telemetry(tmp_path, samples_per_step=2) as opened:
+        opened.step(record(3, timeline=StepTimeline(10.0, 12.0)))
+    assert found == [("", 2)]
+    assert [row["step"] for row in read_rows(folder.metrics)] == [3]
 
 
 def test_a_resume_continues_rows_and_curves_after_the_checkpoint(tmp_path: Path) -> None:
