@@ -82,7 +82,7 @@ class RankStates:
         return self._writes.are_done()
 
     def load_state(self, folder: str | Path) -> None:
-        """Continue exactly from what begin_checkpoint() wrote. If any rank's state does not fit, no rank changes any.
+        """Continue exactly from what begin_checkpoint() wrote. If a rank's state does not fit, no rank changes its own.
 
         Raises:
             CheckpointError: this rank's files are missing, or of another layout.

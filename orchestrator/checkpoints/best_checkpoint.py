@@ -40,13 +40,17 @@ _OF_NO_FIGURE = frozenset(
 _OF_LENGTH = frozenset({"reward.length_penalty", "reward.overlong_penalty", "reward.overlong_tokens"})
 """What these take from a reward makes no response wrong."""
 
+_ADDED = frozenset({"rollout.max_model_len"})
+"""What a release before did not write down counts as what it is now."""
+
 
 def options_behind(config: RunConfig) -> JsonObject:
     """The options that run.keep_best's figure of a policy depends on, by their full names."""
     metric, data, options = str(config.run.keep_best), config.data, JsonObject()
     if data.drop_too_long:
-        options |= {"data.max_sequence_tokens": data.max_sequence_tokens, "prompt tokens": config.max_prompt_tokens}
+        options["prompt tokens"] = config.max_prompt_tokens
     if config.algorithm.objective is not Objective.policy:
+        options |= {"data.max_sequence_tokens": data.max_sequence_tokens} if data.drop_too_long else {}
         return options | ({"algorithm.dpo_beta": config.algorithm.dpo_beta} if metric.endswith("dpo_loss") else {})
     rollout = {name: asdict(getattr(config.rollout, name)) for name in ("sampling", "eval", "episodes")}
     rollout |= {"agent": config.rollout.agent, "max_model_len": config.rollout.max_model_len}
@@ -112,7 +116,10 @@ class BestCheckpoint:
         if step is not None and step <= up_to_step and store.of_step(step) is not None:
             self._step = step
             store.spared.add(step)
-        options = known.get("options", self._options)  # of a release that wrote down more of them, too
+        # A release before wrote down more of them, and not every one.
+        options = {name: self._options[name] for name in _ADDED & self._options.keys()} | known.get(
+            "options", self._options
+        )
         options = {name: value for name, value in options.items() if _may_change_it(name, config)}
         others = changes(
             _told(

@@ -100,7 +100,8 @@ class Status:
     checkpoint: int | None
     """Step of the newest one."""
     best: JsonObject
-    """Step, metric and value of the best one (run.keep_best); empty: none is known."""
+    """Step, metric and value of the best one (run.keep_best), the value null where it means another thing than figures
+    of now; empty: there is none."""
     remote: JsonObject
     """Where checkpoints are sent: url, step of the newest one there, problem of the last try; empty: nowhere."""
     loss_steps: int | None
@@ -169,7 +170,8 @@ class Status:
             saved += f" (the last try: {problem})" if problem else ""
         lines = [("checkpoint", saved)]
         if self.best.get("step") is not None:
-            figure = f"{self.best['metric']} {self.best['value']:.4g}"
+            value = self.best["value"]
+            figure = "another figure than the run's now" if value is None else f"{self.best['metric']} {value:.4g}"
             lines.append(("best checkpoint", f"step {self.best['step']}, with {figure}"))
         if self.loss_steps is not None:
             lines.append(("machine lost", f"costs {counted(self.loss_steps, 'finished step')}"))
@@ -199,7 +201,7 @@ def status_of(run: Path) -> Status:
     seconds = [one for one in later if one is not None]
     is_going_on = state == "running" and step is not None and seconds
     checkpoints = complete_checkpoints(folder.checkpoints)
-    best = object_in(folder.checkpoints / "best.json")
+    best = object_in(folder.checkpoints / "best.json") if folder.best.exists() else JsonObject()
     remote = object_in(folder.checkpoints / "remote.json")
     durable = remote.get("step") if remote else step_of(checkpoints[-1] if checkpoints else None)
     starts = [row for row in read_starts(folder.startup) if row.start == RUN]

@@ -19,12 +19,13 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slipstream.conf.failures import in_daemon_thread
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device
 from slipstream.rollout.crash_reports import death_of_a_child, how_it_ended
@@ -175,18 +176,14 @@ class VllmProcess:
         self._set_environment()
         others, started = set(multiprocessing.active_children()), set[BaseProcess]()
         # In a thread, so that the event loop goes on, and vLLM's output handler starts only at the first request.
-        building = asyncio.create_task(asyncio.to_thread(self._build))
-        try:
-            while not building.done():
-                await asyncio.wait([building], timeout=START_LOOK_S)
-                started.update(multiprocessing.active_children())
-                dead = [child for child in started - others if child.exitcode]
-                if dead and not (await asyncio.wait([building], timeout=LOOK_EVERY_S))[0]:  # vLLM knows no more
-                    how = death_of_a_child() or how_it_ended(dead[0].exitcode)
-                    raise EngineError(f"the engine did not start: its process {how}")
-            await building
-        finally:
-            building.cancel()
+        building = asyncio.wrap_future(in_daemon_thread(self._build))
+        while not building.done():
+            await asyncio.wait([building], timeout=START_LOOK_S)
+            started.update(multiprocessing.active_children())
+            dead = [child for child in started - others if child.exitcode]
+            if dead and not (await asyncio.wait([building], timeout=LOOK_EVERY_S))[0]:  # vLLM knows no more
+                raise EngineError(f"the engine did not start: its process {self._how_they_died(dead)}")
+        await building
 
     def _set_environment(self) -> None:
         set_engine_environment(self._device, batch_invariant=self._batch_invariant)
@@ -292,12 +289,16 @@ class VllmProcess:
 
     def death(self) -> EngineDied:
         """The engine's process is gone: how, if that is known, and unless by a signal with the last error it wrote."""
-        codes = [code for process in self.children if (code := process.exitcode) is not None]
+        return EngineDied(
+            f"the engine's process {self._how_they_died(self.children)}; this rollout worker must be restarted"
+        )
+
+    def _how_they_died(self, processes: Sequence[BaseProcess]) -> str:
+        codes = [code for process in processes if (code := process.exitcode) is not None]
         how = death_of_a_child() or (how_it_ended(codes[0]) if codes else "died")
         by_signal = any(code < 0 for code in codes)
         said = "" if by_signal or self._output is None else last_error_in(self._output.read())
-        last = f"; its last error: {said}" if said else ""
-        return EngineDied(f"the engine's process {how}{last}; this rollout worker must be restarted")
+        return f"{how}; its last error: {said}" if said else how
 
     def last_output(self, request_id: str) -> Any:
         """What vLLM's client has of a request of an engine that is gone, as if it had been aborted; None: nothing."""

@@ -6,6 +6,7 @@ A place is a name in double braces; everything else, single braces included, sta
 read again, so a response cannot name places of its own.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -64,11 +65,15 @@ def columns_needed(config: RewardPart, section: str) -> list[tuple[str, str]]:
 
 
 def question_of(prompt: Prompt) -> str:
-    """What {{prompt}} stands for: of chat messages their own texts, each behind its role if there are several. As the
-    policy's template renders them they would begin and end turns of a judge that knows the same special tokens."""
+    """What {{prompt}} stands for: of chat messages their own texts and calls of tools, each behind its role if there
+    are several. As the policy's template renders them they would begin and end turns of a judge that knows the same
+    special tokens."""
     if prompt.messages is None:
         return prompt.text
-    texts = [str(message["content"]) for message in prompt.messages]
+    texts = [
+        "\n".join([*filter(None, [one["content"]]), *map(json.dumps, one.get("tool_calls", []))])
+        for one in prompt.messages
+    ]
     if len(texts) == 1:
         return texts[0]
     return "\n\n".join(f"{one['role']}: {text}" for one, text in zip(prompt.messages, texts, strict=True))

@@ -129,9 +129,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, call: _Call, differentiate_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        logprobs_T, log_normalizers_T, entropy_T = torch.empty(
-            3, hidden_TH.shape[0], dtype=torch.float32, device=hidden_TH.device
-        ).unbind()
+        logprobs_T = torch.empty(hidden_TH.shape[0], dtype=torch.float32, device=hidden_TH.device)
+        log_normalizers_T, entropy_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
         for start in range(0, hidden_TH.shape[0], call.chunk_tokens):
             rows = slice(start, start + call.chunk_tokens)
             logits_CV, (logprobs_T[rows], log_normalizers_T[rows], entropy_T[rows]) = _chunk(

@@ -150,14 +150,19 @@ def test_what_deaths_would_cost(run: Path) -> None:
 
 
 def test_the_best_checkpoint_is_shown_with_its_figure(run: Path) -> None:
-    (run / "checkpoints").mkdir()
-    best = {"metric": "eval/reward", "value": None, "step": None, "since": 0, "held_out": {}}
-    (run / "checkpoints" / "best.json").write_text(json.dumps(best))
-    assert "best checkpoint" not in status_of(run).as_text(), "none was judged yet"
-    (run / "checkpoints" / "best.json").write_text(json.dumps(best | {"value": 0.62, "step": 40}))
+    folder = run / "checkpoints"
+    (folder / "step-000040").mkdir(parents=True)
+    best = {"metric": "eval/reward", "value": 0.62, "step": 40, "since": 0, "held_out": {}}
+    (folder / "best.json").write_text(json.dumps(best))
+    assert "best checkpoint" not in status_of(run).as_text(), (
+        "it was removed when the run went on without run.keep_best"
+    )
+    (folder / "best").symlink_to("step-000040")
     status = status_of(run)
     assert status.best == {"metric": "eval/reward", "value": 0.62, "step": 40}
     assert re.search(r"best checkpoint +step 40, with eval/reward 0.62\n", status.as_text() + "\n")
+    (folder / "best.json").write_text(json.dumps(best | {"value": None}))
+    assert "step 40, with another figure than the run's now" in status_of(run).as_text()
 
 
 def test_goodput_is_of_the_whole_run_with_its_starts(run: Path) -> None:

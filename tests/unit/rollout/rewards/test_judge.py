@@ -88,6 +88,9 @@ async def test_what_may_pass_is_asked_again_and_counted(template: Path):
         ([{"role": "user", "content": "2 + 2?"}], "2 + 2?"),
         ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}],
          "system: Be brief.\n\nuser: 2 + 2?"),
+        ([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]},
+          {"role": "tool", "content": "4"}],
+         'user: 2 + 2?\n\nassistant: {"id": "a"}\n\ntool: 4'),
     ],
 )  # fmt: skip
 async def test_a_judge_gets_the_words_of_a_chat_without_the_marks_of_the_policys_template(
