@@ -102,7 +102,8 @@ class Setup:
         return (await self.worker.engine.call_ranks("read_slots"))[0]
 
     async def start_long(self, n: int = 1) -> asyncio.Task[list[Rollout]]:
-        """A group that is being sampled when this returns."""
+        """A group that is being sampled when this returns, by an engine that is slow until it is told otherwise."""
+        await self.engine.be_slow()
         before = self.worker.engine.num_generated_tokens
         task = asyncio.create_task(self.worker.generate_group(PROMPT, n, sampling=LONG, seed=3))
         while self.worker.engine.num_generated_tokens < before + 5:
@@ -164,9 +165,10 @@ async def test_one_request_outlives_three_publishes_on_its_own_version(setup: Se
     task = await setup.start_long()
     for _ in range(3):
         assert (await setup.publish()).replicas[0].error is None
-    assert not task.done(), "the request was meant to be in flight still; make LONG longer"
+    assert not task.done(), "the request was meant to be in flight still"
     (newer,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT, seed=3)
     assert newer.policy_versions == [first + 3] * 8
+    await setup.engine.be_slow(False)
     (outlived,) = await task
     assert outlived.policy_versions == [first] * LONG.max_tokens
     assert outlived.token_ids == alone.token_ids, "sampled by another adapter, or from another's prefix"
@@ -218,7 +220,8 @@ async def test_a_publish_waits_for_a_busy_slot_and_not_longer_than_its_time(setu
     assert "no adapter slot became free" in str(report.replicas[0].error)
     (served,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT)
     assert served.policy_versions == [newest] * 8
-    assert not tasks[0].done(), "the request was meant to be in flight still; make LONG longer"
+    assert not tasks[0].done(), "the request was meant to be in flight still"
+    await setup.engine.be_slow(False)
     setup.use(PauseMode.wait)
     report = await setup.publish()
     assert report.replicas[0].error is None
@@ -231,6 +234,7 @@ async def test_a_busy_slots_requests_are_sampled_anew(setup: Setup):
     setup.use(PauseMode.abort)
     tasks = await fill_all_slots(setup)
     assert (await setup.publish()).replicas[0].error is None
+    await setup.engine.be_slow(False)
     for age, task in enumerate(tasks):
         for rollout in await task:
             assert len(rollout.token_ids) == LONG.max_tokens
@@ -247,6 +251,7 @@ async def test_a_busy_slots_requests_go_on_under_the_newest_version(setup: Setup
     tasks = await fill_all_slots(setup)
     first = setup.version - NUM_SLOTS + 1
     assert (await setup.publish()).replicas[0].error is None
+    await setup.engine.be_slow(False)
     for rollout in await tasks[0]:
         assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.policy_versions) == LONG.max_tokens
         assert rollout.policy_versions == sorted(rollout.policy_versions)
