@@ -15,7 +15,6 @@ from slipstream.rollout.engine.engine_options import engine_environment
 from slipstream.rollout.in_vllm.process_imports import import_vllm
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 240.0
 SAID = "said.txt"
 """What the process of the cases wrote."""
 
@@ -39,10 +38,10 @@ def outcomes_of(
     import_vllm()
     process = multiprocessing.get_context("fork").Process(target=_run_cases, args=(compare, folder, cases, on_path))
     process.start()
-    process.join(TIMEOUT_S)
-    if process.exitcode is None:
-        process.kill()
+    try:
         process.join()
+    finally:
+        process.kill()
     assert process.exitcode == 0, (folder / SAID).read_text()[-8000:]
     return json.loads((folder / "outcomes.json").read_text())
 

@@ -117,5 +117,5 @@ def test_it_holds_what_its_own_loader_makes_of_the_disk_and_ends_with_the_comman
     assert set(report["attach_s"]) == {"whole", "record", "link", "register", "describe", "endpoint"}
     assert held(engine) == fleet.loaded
     fleet.process.send_signal(signal.SIGTERM)
-    assert fleet.process.wait(60) == 143
+    assert fleet.process.wait(240) == 143
     assert not engine.is_healthy()

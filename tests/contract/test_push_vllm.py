@@ -121,7 +121,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 def push(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command("push", *words), cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        command("push", *words), cwd=folder, env=environment(), capture_output=True, text=True, check=False
     )
 
 
@@ -161,7 +161,7 @@ def test_the_scripts_of_the_page_run_as_they_stand_there(server: Server, folder:
         (folder / "script.py").write_text(text.replace("http://127.0.0.1:8000", server.engine.url))
         done = subprocess.run(
             [sys.executable, *words, str(folder / "script.py")],
-            cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+            cwd=folder, env=environment(), capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr + server.log.read_text()[-3000:]
         assert (held(server.engine) == oracle(folder / "one")) == (script is not scripts[0])
@@ -174,8 +174,8 @@ def test_an_update_that_fails_leaves_the_engine_paused_and_another_one_repairs_i
     try:
         with pytest.raises(EngineError, match=r"rank 0: RecordError: .*o_proj"):
             missing = [meta for meta in tensors if "layers.0.self_attn.o_proj" not in meta.name]
-            server.engine.attach(missing, key, rendezvous, transport="tcp", timeout_s=20)
-        (endpoint,) = server.engine.attach(tensors, key, rendezvous, transport="tcp", timeout_s=20)
+            server.engine.attach(missing, key, rendezvous, transport="tcp", timeout_s=300)
+        (endpoint,) = server.engine.attach(tensors, key, rendezvous, transport="tcp", timeout_s=300)
     finally:
         rendezvous.close()
     assert endpoint.startswith("tcp://127.0.0.1:")
