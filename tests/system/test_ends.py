@@ -46,16 +46,18 @@ def run(request: pytest.FixtureRequest) -> Iterator[RunUnderWay]:
         yield run
 
 
+def processes(run: RunUnderWay, name: str) -> list[psutil.Process]:
+    """A run's, whose names begin so; parents come first."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process(run.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += [child] if child.name().startswith(name) else []
+    return found
+
+
 def has_joined(run: RunUnderWay) -> bool:
     """Whether Ray is up, and the trainer starts, with the engine if there is one."""
-    with contextlib.suppress(psutil.Error):  # a process that has just ended
-        return any(c.name().startswith("ray::Train") for c in psutil.Process(run.pid).children(recursive=True))
-    return False
-
-
-def server(run: RunUnderWay, name: str) -> psutil.Process:
-    """One of Ray's servers."""
-    return next(child for child in psutil.Process(run.pid).children(recursive=True) if child.name() == name)
+    return bool(processes(run, "ray::Train"))
 
 
 def test_a_batch_system_ends_a_run_whose_ray_starts(run: RunUnderWay) -> None:
@@ -113,7 +115,7 @@ def ended_in_a_publish() -> EndedInAPublish:
         reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
         reward.write_text(GATED_REWARD)
         words = [*ENDLESS, *ONE_OF_EACH, "algorithm.groups_per_step=1", "algorithm.group_size=4", dashboard]
-        words += [f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}"]
+        words += [f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}", "weight_sync.timeout_s=500"]
         with RunUnderWay(words, runs) as run:
             run.wait_until(lambda rows: len(rows) >= 2)
             closed.touch()
@@ -195,7 +197,7 @@ def kill_server(run: RunUnderWay, name: str) -> None:
     """Of its two; the other one: tests/long."""
     with run:
         run.wait_for(lambda: has_joined(run))
-        server(run, name).kill()
+        processes(run, name)[0].kill()
         assert run.exit_code() == 1
         assert f"error: ClusterLost: {name}, which holds the run's Ray cluster, is gone: it was ended by SIGKILL" in (
             run.said

@@ -40,7 +40,7 @@ def test_a_run_loses_a_node_and_its_worker_comes_back_on_another(tmp_path: Path,
         engine = run.engine_of(f"{gone}.1")
         engine.suspend()  # it will not notice that its worker is gone
         run.stop()
-    assert_all_end([engine], within_s=120)
+    assert_all_end([engine])
     log, rows = run.log, run.rows
     assert f"node {lost} is lost" in log
     (row,) = (row for row in rows if row["rollout/recoveries"])
