@@ -1,5 +1,6 @@
 """Locks: when a run's processes outlive its controller, for how long, and who takes its place. Without Ray."""
 
+import errno
 import json
 import os
 import select
@@ -83,7 +84,8 @@ async def test_another_controller_takes_the_place_and_may_be_killed_itself(
     os.write(host.controller, HOLD)
     os.close(host.controller)
     with socket.socket(socket.AF_UNIX) as killed:
-        killed.connect(str(host.folder.door))
+        while killed.connect_ex(str(host.folder.door)) == errno.ECONNREFUSED:
+            pass  # the door is there, and nobody listens yet
         assert json.loads(killed.recv(200)) == GREETING
     assert not host.ends(0.3)
 
