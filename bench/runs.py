@@ -2,6 +2,7 @@
 
     python bench/runs.py quickstart no_publish shuffled       on a CPU
     python bench/runs.py quickstart_gpu qwen3_moe_2gpu        on a host with 2 GPUs
+    python bench/runs.py quickstart --times 60                does each of them end well, and how far apart are they?
 
 A control is the quick start without what is tested: `no_publish` never sends a trained version to the engines,
 `shuffled` permutes advantages within each group. Neither may learn. `flat_engine_none` and `flat_engine_tis` have a
@@ -67,6 +68,8 @@ SCENARIOS = {
     "qwen3_moe_2gpu": ["experiment=qwen3_moe_2gpu"],
 }
 WARM_UP_STEPS = 2
+REPEATED = ("wall_s", "eval_reward_first", "eval_reward_last")
+"""Figures of each run with --times."""
 ENGINES = {"flat_engine": "tests/fakes/flat_engine", "uneven": "tests/fakes/uneven_engine"}
 """By the beginning of a scenario's name, a folder that begins the PYTHONPATH of its run and changes its engines."""
 
@@ -80,6 +83,15 @@ def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
             environment["PYTHONPATH"] = os.pathsep.join(paths)
     run_folder, wall_s = train(name, [*SCENARIOS[name], *extra], folder, environment)
     return {"wall_s": wall_s, **figures(read_rows(run_folder))}
+
+
+def run_again(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
+    """One of many runs of a scenario: its seconds and rewards, or how it failed."""
+    try:
+        found = run(name, folder, extra)
+    except subprocess.CalledProcessError as error:
+        return {"failed": error.returncode}
+    return {figure: found[figure] for figure in REPEATED}
 
 
 def train(name: str, words: list[str], folder: Path, environment: dict[str, str] | None = None) -> tuple[Path, float]:
@@ -137,22 +149,42 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def print_spread(name: str, each: list[dict[str, Any]]) -> None:
+    """How many ended well, and of these the smallest, the median and the largest of each figure."""
+    good = [one for one in each if "failed" not in one]
+    print(f"{name}: {len(good)} of {len(each)} ended well")
+    for figure in REPEATED if good else ():
+        values = [one[figure] for one in good]
+        print(f"{figure:32}{min(values):>10.4g}{statistics.median(values):>10.4g}{max(values):>10.4g}")
+
+
 def main() -> None:
     """Run the named scenarios one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="+", choices=sorted(SCENARIOS))
     parser.add_argument("--set", nargs="*", default=[], help="further options for every run, e.g. run.num_steps=5")
     parser.add_argument("--out", type=Path, help="where the JSON goes; default bench/results/runs-<device>.json")
+    parser.add_argument("--times", type=int, default=1, help="so many runs of each, and of them REPEATED alone")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(args.commit), "runs": {}}
     print(json.dumps(report["environment"], indent=2))
     device = "gpu" if report["environment"]["gpus"] else "cpu"
-    out: Path = args.out or ROOT / "bench" / "results" / f"runs-{device}.json"
+    file = f"runs-{device}.json" if args.times == 1 else f"runs-{args.times}-{device}.json"
+    out: Path = args.out or ROOT / "bench" / "results" / file
     if out.exists():  # keep scenarios that were measured on the same commit
         before = json.loads(out.read_text())
         if before["environment"] == report["environment"]:
             report["runs"] = before["runs"]
+    if args.times > 1:
+        for name in args.scenarios:
+            each: list[dict[str, Any]] = report["runs"].setdefault(name, [])
+            while len(each) < args.times:
+                with tempfile.TemporaryDirectory() as folder:
+                    each.append(run_again(name, Path(folder), args.set))
+                out.write_text(json.dumps(report, indent=1) + "\n")
+            print_spread(name, each)
+        return
     for name in args.scenarios:
         with tempfile.TemporaryDirectory() as folder:
             report["runs"][name] = run(name, Path(folder), args.set)

@@ -24,9 +24,9 @@ import numpy as np
 from slipstream.rollout.types import ABORTED, Rollout, RoutingShape
 
 MOST_TOKENS = 4_000_000
-"""The most that results may have which are kept; with routes, which prompts have too, those of prompts count."""
+"""Kept results have at most so many. Where routes are recorded prompts have some, too, and their tokens count."""
 _TOKEN_BYTES = 80
-"""Of a sampled token's id, log-probability and version, in Python's lists."""
+"""A sampled token's id, log-probability and version take so many in Python's lists."""
 
 
 def bytes_kept(num_versions: int, num_tokens_of_version: int, routing: RoutingShape | None) -> tuple[int, int]:

@@ -58,7 +58,7 @@ class Reads(list[PackedRead]):
     def add(
         self, meta: TensorMeta, region: Region | None = None, axes: tuple[int, ...] = (), gap: int = 0, align: int = 1
     ) -> None:
-        """Of a whole tensor in its own order, unless it is said otherwise."""
+        """Read the whole tensor in its own order, unless `region` or `axes` say otherwise."""
         region = region or Region((0,) * len(meta.shape), meta.shape)
         self.append(PackedRead(meta.name, region, axes or tuple(range(len(region.shape))), meta.dtype, self.num_bytes))
         self.num_bytes += -(-self[-1].num_bytes // align) * align + gap
