@@ -4,6 +4,7 @@
     python bench/soak.py --steps 5000 --every 0            the same without events
     python bench/soak.py --shape 30b --quiet 8 --for 540   two GPUs: all of Qwen3-30B-A3B, ended after nine minutes
     python bench/soak.py --shape 8b --quiet 12 --for 740   two GPUs: Qwen3-8B on one, three engines on the other
+    python bench/soak.py --shape 8b-one-gpu --quiet 8 --for 640   the same, taking turns at one GPU
 
 Every ten seconds it adds up, over all processes of the run, memory (each shared page counted once), descriptors,
 threads and listening ports, and counts files in /dev/shm of this user. `by_process` has, for all processes of a name,
@@ -76,7 +77,12 @@ SHAPES = {
         "trainer.activations=keep", "trainer.max_microbatch_tokens=13568", "reward.kind=bench.loops.reward:is_even",
     ],
 }  # fmt: skip
-MODELS = {"8b": COMMON | QWEN3_8B | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36}}
+SHAPES["8b-one-gpu"] = [
+    *(word for word in SHAPES["8b"] if not word.startswith(("rollout.workers_per_gpu", "trainer.activations"))),
+    "cluster.share_gpu=true", "rollout.gpu_memory_utilization=0.2", "rollout.kv_cache_bytes=12000000000",
+]  # fmt: skip
+QWEN3_8B_MODEL = COMMON | QWEN3_8B | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36}
+MODELS = {"8b": QWEN3_8B_MODEL, "8b-one-gpu": QWEN3_8B_MODEL}
 """config.json of the shapes whose options name no model."""
 
 
