@@ -88,6 +88,14 @@ CHOICES: Mapping[str, str] = {
 }
 """Presets of others whose names are spelt like none of ours, or like the wrong one -> what to say."""
 
+REFUSED: Mapping[str, str] = dict.fromkeys(
+    (f"rollout.sampling.{name}" for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")),
+    "training refuses it, because engines return log-probabilities of what it leaves or makes of the distribution, and "
+    "the trainer's are of the whole softmax(logits / temperature), so that ratios, importance weights and parity/k3 "
+    "would compare two policies; for evaluations set rollout.eval.top_p or rollout.eval.top_k",
+)
+"""What others have, and no run can -> why, and what to do."""
+
 
 def counterpart(name: str) -> str | None:
     """Our words for another library's option, or for the end of its name where that has one meaning."""

@@ -33,13 +33,6 @@ def absolute(value: str) -> str:
     return f"{Path(place).absolute()}:{name}" if place.endswith(".py") else value
 
 
-def under_one_name(value: str) -> str:
-    """The same function, where releases before this one named one that ships without `slipstream.`."""
-    package = value.partition(".")[0]
-    is_old = package in ("conf", "fleet", "orchestrator", "rollout", "trainer", "weight_sync") and ".py:" not in value
-    return f"slipstream.{value}" if is_old and source_of(f"slipstream.{value}") else value
-
-
 def import_function(option: str, value: str) -> Callable[..., Any]:
     """The function that `value` names.
 
@@ -48,8 +41,6 @@ def import_function(option: str, value: str) -> Callable[..., Any]:
     """
     place, _, name = value.rpartition(":")
     is_file = place.endswith(".py")
-    if (new := under_one_name(value)) != value:
-        raise ConfigError(f"{option}={value}: it is {new} now")
     if is_file and not Path(place).is_file():
         raise ConfigError(f"{option}={value}: there is no file {Path(place).absolute()}")
     try:

@@ -25,14 +25,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from slipstream.conf.checks.ignored import check_no_override_is_ignored
 from slipstream.conf.checks.sections import check_all
-from slipstream.conf.earlier import carried_over, explain
-from slipstream.conf.elsewhere import CHOICES, counterpart
+from slipstream.conf.elsewhere import CHOICES, REFUSED, counterpart
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import HfConfig, is_list, is_object
+from slipstream.conf.json_files import HfConfig, is_list
 from slipstream.conf.options import (
     CONF_DIR,
     GROUPS,
@@ -49,6 +48,7 @@ from slipstream.conf.schema.rules import with_article
 from slipstream.conf.several_runs import answer, is_multirun, values_of
 from slipstream.conf.words import read_word
 
+_OF_ANOTHER_VERSION = ". A run of another version goes on with that one: environment.json names its commit"
 _NAMES_DATA = ("experiment=", "data=", "data.path=", "data.sources=")
 
 
@@ -147,22 +147,15 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
                 "as in run.num_steps=200"
             )
     try:
-        tree = OmegaConf.merge(schema_node(), _carried_over(text, subject))
+        tree = OmegaConf.merge(schema_node(), OmegaConf.create(text))
         for override in parsed:
             OmegaConf.update(tree, override.key_or_group, override.value(), force_add=True)
         config = OmegaConf.to_object(tree)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(subject + _explain_foreign(error)) from error
+        cure = _OF_ANOTHER_VERSION if isinstance(error, ConfigKeyError) else ""
+        raise ConfigError(subject + _explain_foreign(error) + cure) from error
     assert isinstance(config, RunConfig)
     return _checked(config, parsed)
-
-
-def _carried_over(text: str, subject: str) -> object:
-    saved = OmegaConf.to_container(OmegaConf.create(text))
-    try:
-        return carried_over(saved) if is_object(saved) else saved
-    except ConfigError as error:
-        raise ConfigError(f"{subject}{error}") from error
 
 
 def _checked(config: RunConfig, overrides: Sequence[Override]) -> RunConfig:
@@ -229,8 +222,6 @@ def _check_choice(text: str, group: str, value: object, config_dir: Path | None)
             hint = f"Did you mean model=checkpoint model.path={value}?"
         if group == "data" and re.search(r"[./:]", str(value)):
             hint = f"Did you mean data=files data.path={value}?"
-        if (earlier := explain(f"{group}={value}")) is not None:
-            raise ConfigError(earlier)
         if group == "reward" and (":" in str(value) or str(value).endswith(".py")):
             hint = f"Did you mean reward.kind={value}{'' if ':' in str(value) else ':FUNCTION'}?"
         raise ConfigError(
@@ -302,8 +293,8 @@ def _open_dict_above(name: str) -> Option | None:
 
 
 def _explain_unknown(name: str) -> str:
-    if (earlier := explain(name)) is not None:
-        return earlier
+    if name in REFUSED:
+        return f"there is no option {name}; {REFUSED[name]}"
     if name in section_docs():
         return f"{name} is a section; set its options one by one, as in {_example_of(name)}"
     return f"unknown option {name}. {_hint(name) or 'See all of them with: slipstream train --help options'}"
@@ -319,7 +310,7 @@ def _hint(name: str) -> str:
 def _explain_syntax(text: str) -> str:
     name = text.split("=", 1)[0].strip("+~ ")
     if text.startswith("-"):
-        hint = explain(name.strip("-")) or _hint(name.strip("-").replace("-", "_"))
+        hint = _hint(name.strip("-").replace("-", "_"))
         return f"unknown flag {text}. Options are written section.option=value, without dashes. {hint}".rstrip()
     if "=" not in text:
         known = name in options_by_name() or name in GROUPS

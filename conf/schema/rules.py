@@ -9,7 +9,6 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from slipstream.conf.earlier import explain
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonMapping, is_list
 
@@ -65,7 +64,7 @@ def section_of(cls: type[Section], section: str, values: JsonMapping) -> Section
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Options: {', '.join(known)}"
-            raise ConfigError(explain(f"{section}.{name}") or f"unknown option {section}.{name}. {hint}")
+            raise ConfigError(f"unknown option {section}.{name}. {hint}")
         annotation = known[name]
         if is_dataclass(annotation):
             require(isinstance(value, Mapping), f"{section}.{name} is a section; set its options one by one")

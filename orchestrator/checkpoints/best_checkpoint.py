@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slipstream.conf.checks.ignored import is_read
 from slipstream.conf.functions import source_of
-from slipstream.conf.json_files import JsonMapping, JsonObject, object_in
+from slipstream.conf.json_files import JsonMapping, JsonObject, object_in, object_or_empty
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
@@ -39,9 +39,6 @@ _OF_NO_FIGURE = frozenset(
 """Options of these sections that change no verdict; nor do seconds, which some have to be given more of."""
 _OF_LENGTH = frozenset({"reward.length_penalty", "reward.overlong_penalty", "reward.overlong_tokens"})
 """What these take from a reward makes no response wrong."""
-
-_ADDED = frozenset({"rollout.max_model_len"})
-"""What a release before did not write down counts as what it is now."""
 
 
 def options_behind(config: RunConfig) -> JsonObject:
@@ -116,19 +113,13 @@ class BestCheckpoint:
         if step is not None and step <= up_to_step and store.of_step(step) is not None:
             self._step = step
             store.spared.add(step)
-        # A release before wrote down more of them, and not every one.
-        options = {name: self._options[name] for name in _ADDED & self._options.keys()} | known.get(
-            "options", self._options
-        )
-        options = {name: value for name, value in options.items() if _may_change_it(name, config)}
+        behind = object_or_empty(known.get("options")) | object_or_empty(known.get("files"))
         others = changes(
-            _told(
-                known.get("metric"), known.get("held_out", self._held_out), options | known.get("files", self._files)
-            ),
+            _told(known.get("metric"), object_or_empty(known.get("held_out")), behind),
             _told(metric, self._held_out, self._options | self._files),
         )
         if known and not others:
-            self._since = min(known.get("since", up_to_step if step is None else step), up_to_step)
+            self._since = min(known.get("since", up_to_step), up_to_step)
             self._value = None if self._step is None else known["value"]
         elif self._step is not None:
             logger.warning(

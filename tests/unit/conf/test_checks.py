@@ -145,8 +145,6 @@ CASES = [
     ("model.init=checkpoint", "model.path is required when model.init=checkpoint"),
     ("model=tiny_qwen3 model.hf_config.initializer_range=0", "model.hf_config.initializer_range must be > 0, got 0"),
     ("algorithm.ratio_baseline=rollout", "algorithm.correction=none"),
-    ("algorithm.tis_max=3", "no option algorithm.tis_max any more; set algorithm.correction=tis and"),
-    ("algorithm.advantage_scale=none", "no option algorithm.advantage_scale any more; set algorithm.advantage"),
     ("algorithm.loss=ppo", "algorithm.loss must be one of clip, gspo, cispo, sapo, FILE.py:function .*, got 'ppo'"),
     ("algorithm.advantage=std", "algorithm.advantage must be one of group_std, .*, got 'std'"),
     ("algorithm.loss=gspo", "algorithm.loss has no effect with algorithm.ratio_baseline=trainer.*minibatches_per_step"),

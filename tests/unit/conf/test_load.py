@@ -151,6 +151,7 @@ def test_later_words_win_and_interpolation_works() -> None:
     [
         ("trainer.num_rank=2", ["unknown option trainer.num_rank", "Did you mean trainer.num_ranks?"]),
         ("num_ranks=2", ["unknown option num_ranks", "trainer.num_ranks"]),
+        ("rollout.sampling.top_p=0.9", ["there is no option rollout.sampling.top_p; training refuses it, because"]),
         ("trainer.lr=1e-3", ["unknown option trainer.lr", "trainer.optim.lr"]),
         ("+zzz=1", ["unknown option zzz", "--help options"]),
         ("~zzz", ["unknown option zzz"]),
@@ -312,8 +313,15 @@ def test_loading_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_resolved_yaml_of_another_schema_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^RUN/config\.yaml: not valid YAML at line 1: "):
         load_resolved_yaml("trainer: {num_rank", subject="RUN/config.yaml: ")
-    with pytest.raises(ConfigError, match=r"unknown option trainer\.num_rank"):
-        load_resolved_yaml("trainer: {num_rank: 2}")
+    of_another = r"^F: unknown option trainer\.num_rank\. .*\. A run of another version goes on with that one: env"
+    with pytest.raises(ConfigError, match=of_another):
+        load_resolved_yaml("trainer: {num_rank: 2}", subject="F: ")
+
+
+@pytest.mark.parametrize("text", ["reward: 3", "reward: {parts: [1]}", "rollout: []"])
+def test_a_damaged_config_of_a_run_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^F: .+"):
+        load_resolved_yaml(text, subject="F: ")
 
 
 @pytest.mark.parametrize(("num_workers", "share"), [(1, 0.5), (2, 0.3333), (6, 0.1428)])

@@ -152,31 +152,6 @@ def test_a_figure_by_another_content_of_a_file_is_not_compared_with(
     assert (tmp_path / "best").resolve().name == "step-000002"
 
 
-def test_a_best_checkpoint_of_a_release_that_wrote_down_less_is_compared_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("play.py").touch()
-    store, config = _two_checkpoints(tmp_path, "eval/reward")
-    known = json.loads((tmp_path / "best.json").read_text())
-    assert list(known.pop("files")) == ["the file of rollout.agent"]
-    del known["options"]["rollout.max_model_len"]
-    (tmp_path / "best.json").write_text(json.dumps(known))
-    BestCheckpoint(store, config, up_to_step=2)
-    assert not caplog.messages
-
-
-def test_options_that_an_earlier_release_wrote_down_and_that_change_no_figure_are_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, config = _two_checkpoints(tmp_path, "eval/reward")
-    known = json.loads((tmp_path / "best.json").read_text())
-    known["options"] |= {"rollout.episodes.address": "0.0.0.0:1", "reward.pattern": "x", "rollout.eval.seed": 5}
-    (tmp_path / "best.json").write_text(json.dumps(known))
-    BestCheckpoint(store, config, up_to_step=2).judge(2, 0.4)
-    assert not caplog.messages and (tmp_path / "best").resolve().name == "step-000001"
-
-
 @pytest.mark.parametrize(("change", "best"), [(lambda config: config, 3), (_with("data", eval_path="harder.jsonl"), 1)])
 def test_a_figure_without_a_verdict_counts_if_it_means_the_same(change: Change, best: int, tmp_path: Path) -> None:
     """A killed run had written the rows; a figure by other options is no candidate, at any later resume either."""
