@@ -241,7 +241,7 @@ def _check_type(option: Option, override: Override) -> None:
         OmegaConf.update(_tree_to_try_values(), option.name, value)
     except ValidationError as error:
         near = difflib.get_close_matches(str(value), option.choices, n=1, cutoff=0.75)  # `gpu` is no `cpu`
-        hint = did_you_mean(str(value), near) or _in_bytes(option, str(value)) or _in_brackets(option, value)
+        hint = did_you_mean(str(value), near) or _as_integer(option, value) or _in_brackets(option, value)
         raise ConfigError(
             f"{option.name} must be {with_article(option.type_label)}, got {show(value)!r}{'. ' + hint if hint else ''}"
         ) from error
@@ -266,9 +266,11 @@ def _tree_to_try_values() -> DictConfig:
     return schema_node()
 
 
-def _in_bytes(option: Option, text: str) -> str:
-    """The number of bytes for a size with a unit, `1GiB`; empty for anything else."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B?", text, re.IGNORECASE)
+def _as_integer(option: Option, value: object) -> str:
+    """A size with a unit, `1GiB`, in bytes, and a whole number that was written as 1e6; empty for anything else."""
+    if isinstance(value, float) and value.is_integer() and option.type_label == "integer":
+        return f"Write {option.name}={int(value)}"
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B?", str(value), re.IGNORECASE)
     if size is None or not option.name.endswith("_bytes"):
         return ""
     unit = (1024 if size[3] else 1000) ** ("KMGT".index(size[2].upper()) + 1)
@@ -301,7 +303,9 @@ def _explain_unknown(name: str) -> str:
 
 
 def _hint(name: str) -> str:
-    """What was probably meant: another library's name for one of our options, or a misspelt one. Empty: no idea."""
+    """What was probably meant: one of ours cut off, another library's name for one, or a misspelt one; or ""."""
+    if begun := [option for option in options_by_name() if option.startswith(f"{name}_")]:
+        return did_you_mean(name, begun)
     if (ours := counterpart(name)) is not None:
         return f"Here its counterpart is {ours} (docs/coming_from.md)"
     return did_you_mean(name, [*options_by_name(), *GROUPS])

@@ -39,7 +39,7 @@ def check_engines_can_merge(config: RunConfig, hf_config: HfConfig) -> None:
         "weight_sync.mode=adapter, where nothing is merged": config.weight_sync.mode is SyncMode.adapter,
         "trainer.mode=full, which has no adapter": config.trainer.mode is TrainMode.full,
         "block-FP8 engines (model.engine_format, config.json)": is_fp8,
-        "cluster.device=cpu, which has no GPU to keep it on (host has)": (
+        "cluster.device=cpu, where host memory alone can keep it (remote_merge=host)": (
             config.weight_sync.remote_merge is RemoteMerge.gpu and config.cluster.device is Device.cpu
         ),
         f"trainer.lora.targets with experts for {kind_of(hf_config)}, whose experts lie in turns and not row by row": (

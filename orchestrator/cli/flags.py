@@ -177,7 +177,7 @@ def launch() -> Parser:
 
 
 def plan() -> Parser:
-    from slipstream.orchestrator.offline.hardware import Hardware
+    from slipstream.orchestrator.offline.hardware import CHANGED, Hardware
     from slipstream.weight_sync.prediction.links import LinkRates
 
     rates = LinkRates()
@@ -192,7 +192,7 @@ def plan() -> Parser:
         ("hbm", rates.hbm_bytes_s, "device memory traffic of packing, merging and hashing"),
     ):
         flag(f"--{name}-gb-s", positive, "RATE", f"{meaning}; default {rate / 1e9:g}")
-    changed = "with weight_sync.delta_bytes: share of the elements that change in a step; default %(default)s"
+    changed = f"with weight_sync.delta_bytes: share of the elements that change in a step; default {CHANGED:g}"
     flag("--changed", float, "F", changed)
     slow = "a trainer rank whose links and memory are FACTOR times slower; may be given again"
     flag("--slow-rank", str, "RANK=FACTOR", slow, action="append", default=[])
@@ -206,7 +206,7 @@ def plan() -> Parser:
 
 def push() -> Parser:
     """Flags of `slipstream push`; their destinations are the fields of PushOptions."""
-    from slipstream.orchestrator.push.push_options import PushOptions
+    from slipstream.orchestrator.push.push_options import DELTA_MIB, PushOptions
 
     parser = Parser(texts.PUSH)
     parser.set_defaults(**_defaults(PushOptions))
@@ -225,7 +225,7 @@ def push() -> Parser:
     flag("--to", str, "URL[,URL...]", "engines that run; may be given again", action="append", default=[])
     base = "checkpoint that engines of --to may hold: to those that prove it, only what differs is sent"
     flag("--base", Path, "DIR", base)
-    zone = "with --base: memory of each engine rank in which what differs arrives; default %(default)s"
+    zone = f"with --base: memory of each engine rank in which what differs arrives; default {DELTA_MIB}"
     flag("--delta-mib", count, "N", zone)
     ranks = "processes that read and send; default: one for each GPU in use, 1 on CPUs"
     flag("--ranks", count, "N", ranks, dest="num_ranks")

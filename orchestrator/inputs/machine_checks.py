@@ -34,6 +34,7 @@ ENGINE_QUEUE_BYTES = 160 << 20
 `multiproc_executor.py`, `check_shm_free_space`)."""
 MIN_FREE_BYTES = 256 << 20
 """Free space of the run's folder, and of the one for temporary files: logs, metrics, checkpoints of a tiny model."""
+BESIDE_ENGINES = "of a GPU's memory beside its engine"
 FOR_GPUS = (
     "the installed vLLM is the build for GPUs, whose engines run on GPUs alone; start the run where GPUs are "
     "(slipstream launch writes a job), or set up for CPUs: SLIPSTREAM_TARGET=cpu make setup"
@@ -93,6 +94,7 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
     weights = _weight_bytes(config) * (1 + num_workers) + _base_bytes(config) * num_workers
     cache = CPU_KV_CACHE_BYTES if rollout.kv_cache_bytes is None else rollout.kv_cache_bytes
     needed = weights + num_ranks * TRAINER_RANK_BYTES + num_engine_ranks * (CPU_RANK_BYTES + cache)
+    needed += num_engine_ranks * _zone_bytes(config)
     _, available = machine.memory_bytes()
     processes = f"trainer.num_ranks={num_ranks}"
     if num_workers:
@@ -100,7 +102,7 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
     if needed > available:
         raise ConfigError(
             f"{processes} need at least {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free; lower "
-            f"them{', or rollout.kv_cache_bytes' if num_workers else ''}{_without_base(config)}"
+            f"them{', or rollout.kv_cache_bytes' if num_workers else ''}{_without_more(config)}"
         )
     found = f"needs at least {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free"
     cores = machine.count_cpus()
@@ -122,18 +124,38 @@ def check_base_has_room(config: RunConfig, machine: Machine) -> Fact | None:
         needed, (_, room) = num_bytes * rollout.most_workers, machine.memory_bytes()
         where, cure = "of host memory", "lower rollout.num_workers"
     else:
-        needed, smallest = num_bytes // rollout.tp_size * rollout.workers_per_gpu, min(g.memory_bytes for g in gpus)
-        room, cure = smallest - int(smallest * rollout.gpu_memory_utilization), "lower rollout.gpu_memory_utilization"
-        if rollout.kv_cache_bytes is not None:
-            engine = _weight_bytes(config) // rollout.tp_size + rollout.kv_cache_bytes
-            room, cure = smallest - engine * rollout.workers_per_gpu, "lower rollout.kv_cache_bytes"
-        where, cure = "of a GPU's memory beside its engine", f"{cure}, set weight_sync.remote_merge=host"
+        needed = num_bytes // rollout.tp_size * rollout.workers_per_gpu
+        room, cure = _beside_engines(config, min(gpu.memory_bytes for gpu in gpus))
+        where, cure = BESIDE_ENGINES, f"{cure}, set weight_sync.remote_merge=host"
     if needed > room:
         raise ConfigError(
             f"weight_sync.remote_merge={sync.remote_merge} keeps what is merged into once more, at least "
-            f"{needed / 1e9:.1f} GB {where}, and {max(room, 0) / 1e9:.1f} GB are free; {cure}{_without_base(config)}"
+            f"{needed / 1e9:.1f} GB {where}, and {max(room, 0) / 1e9:.1f} GB are free; {cure}{_without_more(config)}"
         )
     return Fact("base", f"at least {needed / 1e9:.1f} GB {where}, {room / 1e9:.1f} GB are free")
+
+
+def check_zone_has_room(config: RunConfig, machine: Machine) -> Fact | None:
+    """GPU engines have memory for the changes that land beside them. On CPUs check_memory counts it."""
+    needed, cluster = _zone_bytes(config) * config.rollout.workers_per_gpu, config.cluster
+    if needed == 0 or cluster.device is Device.cpu or cluster.ray_address is not None:
+        return None
+    if not (gpus := machine.list_gpus()):
+        return None
+    room, cure = _beside_engines(config, min(gpu.memory_bytes for gpu in gpus))
+    found = f"{needed / 1e9:.1f} GB {BESIDE_ENGINES}, {max(room, 0) / 1e9:.1f} GB are free"
+    if needed > room:
+        raise ConfigError(f"weight_sync.delta_bytes takes {found}; {cure}{_without_more(config)}")
+    return Fact("landing zone", found)
+
+
+def _beside_engines(config: RunConfig, gpu_bytes: int) -> tuple[int, str]:
+    """What engines leave of a GPU's memory at most, and what has them leave more."""
+    rollout = config.rollout
+    if rollout.kv_cache_bytes is None:
+        return gpu_bytes - int(gpu_bytes * rollout.gpu_memory_utilization), "lower rollout.gpu_memory_utilization"
+    engine = _weight_bytes(config) // rollout.tp_size + rollout.kv_cache_bytes
+    return gpu_bytes - engine * rollout.workers_per_gpu, "lower rollout.kv_cache_bytes"
 
 
 def _engines(rollout: RolloutConfig) -> str:
@@ -162,7 +184,15 @@ def _base_bytes(config: RunConfig) -> int:
     return num_adapted(spec, config.trainer.lora) * DTYPE_BYTES[config.model.dtype.value]
 
 
-def _without_base(config: RunConfig) -> str:
+def _zone_bytes(config: RunConfig) -> int:
+    """Bytes of each engine rank in which changes land."""
+    return config.weight_sync.delta_bytes if config.algorithm.objective is Objective.policy else 0
+
+
+def _without_more(config: RunConfig) -> str:
+    """How engines do without what a publish needs beside them."""
+    if _zone_bytes(config):
+        return ", or lower weight_sync.delta_bytes"
     return ", or set weight_sync.remote_merge=none" if _base_bytes(config) else ""
 
 
@@ -280,6 +310,7 @@ MACHINE_CHECKS = (
     check_devices,
     check_memory,
     check_base_has_room,
+    check_zone_has_room,
     check_routes,
     check_shared_memory,
     check_caches,

@@ -28,7 +28,7 @@ from slipstream.conf.json_files import HfConfig
 from slipstream.conf.schema import Device, Objective, Relay, RemoteMerge, RunConfig, SyncMode, TrainMode
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config, routing_shape
 from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
-from slipstream.orchestrator.offline.hardware import Hardware
+from slipstream.orchestrator.offline.hardware import CHANGED, Hardware
 from slipstream.orchestrator.offline.host_memory import HostMemory, host_memory
 from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
 from slipstream.rollout.errors import EngineError
@@ -140,6 +140,8 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
             f"algorithm={config.algorithm.objective} publishes nothing, so there is nothing to plan; choose a run "
             "with engines"
         )
+    if hardware.changed is not None and config.weight_sync.delta_bytes == 0:
+        raise ConfigError("--changed has no effect with weight_sync.delta_bytes=0: every byte is sent; remove it")
     if config.cluster.device is Device.auto:
         config = replace(config, cluster=replace(config.cluster, device=Device.cuda))
     hf_config = resolve_hf_config(config.model)
@@ -278,20 +280,21 @@ class _Publish:
         """Only what changed, as far as an engine rank's zone has room for it; the rest whole."""
         from slipstream.weight_sync import changes  # with torch, which --help does not need
 
-        zone, hardware = self.config.weight_sync.delta_bytes, self.hardware
-        stream = (changes.RECORD_BYTES * hardware.changed + changes.TILE_BYTES / changes.TILE) / changes.ELEMENT_BYTES
+        zone, rates = self.config.weight_sync.delta_bytes, self.hardware.rates
+        changed = CHANGED if self.hardware.changed is None else self.hardware.changed
+        stream = (changes.RECORD_BYTES * changed + changes.TILE_BYTES / changes.TILE) / changes.ELEMENT_BYTES
         room = min(1.0, zone / (stream * max(summary.received_bytes.values())))
         fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
         share = fits * stream + 1 - fits
         is_full = self.config.trainer.mode is TrainMode.full
         found = self.predicted(
             sent_share=share,
-            mark_passes=2 * hardware.rates.hbm_bytes_s / BUS_BYTES_S if is_full else MARK_PASSES,
-            apply_passes=apply_passes(hardware.changed),
+            mark_passes=2 * rates.hbm_bytes_s / BUS_BYTES_S if is_full else MARK_PASSES,
+            apply_passes=apply_passes(changed),
         )
         num_bytes = round(share * summary.num_bytes)
         host = max(int(table.num_bytes.sum()) for table in self.plan.tasks.values()) if is_full else 0
-        return DeltaChoice(hardware.changed, num_bytes, found.total_s, self.planned.kept_bytes(), host, zone)
+        return DeltaChoice(changed, num_bytes, found.total_s, self.planned.kept_bytes(), host, zone)
 
     def remote_merge(self, summary: PlanSummary) -> RemoteMergeChoice:
         """A and B alone. Each engine rank copies its base to where it merges, over the bus or in its own memory."""

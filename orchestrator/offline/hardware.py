@@ -10,6 +10,9 @@ from pathlib import Path
 from slipstream.conf.errors import ConfigError
 from slipstream.weight_sync.prediction.links import LinkRates
 
+CHANGED = 0.01
+"""That of LoRA at lr 1e-5 (docs/measurements.md)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
@@ -22,13 +25,13 @@ class Hardware:
     adapter_decode_loss: float = 0.19
     """Part of its decode speed that an engine loses by serving an adapter of all experts; vLLM 0.25.1 on one H200, r=32
     on 128 experts, 256 requests: 0.11, 0.19 and 0.27 in three runs (bench/results/adapter_sync-gpu*.json)."""
-    changed: float = 0.01
-    """Share of the elements that a publish of changes sends: that of LoRA at lr 1e-5 (docs/measurements.md)."""
+    changed: float | None = None
+    """Share of the elements that a publish of changes sends; None: CHANGED."""
     layout_cache: Path | None = None
     """Folder of recorded engine layouts; None: the user's cache."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.changed <= 1:
+        if self.changed is not None and not 0 <= self.changed <= 1:
             raise ConfigError(f"--changed is a share of all elements, in [0, 1], got {self.changed:g}")
 
 

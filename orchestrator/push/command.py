@@ -35,7 +35,7 @@ from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.inputs.model_files import read_hf_config
 from slipstream.orchestrator.machine import HERE, Machine
 from slipstream.orchestrator.push.engine_starts import check_memory, local_host, start_servers, visible_gpus
-from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.orchestrator.push.push_options import DELTA_MIB, PushOptions
 from slipstream.orchestrator.push.push_report import PushReport, check_all_serve, describe
 from slipstream.orchestrator.push.sender_process import RankOptions, RankProcess
 from slipstream.rollout.errors import EngineError
@@ -78,7 +78,7 @@ class Push:
         self._tensors = tensor_metas(stored)
         if options.base is not None:
             _check_is_base(options.base, self._tensors)
-        self._landing_bytes = options.delta_mib << 20 if options.base is not None else 0
+        self._landing_bytes = 0 if options.base is None else (options.delta_mib or DELTA_MIB) << 20
         self._device = Device(resolve_device(Device.auto, machine))
         self._gpus = visible_gpus(self._device, machine)
         if not self._gpus:

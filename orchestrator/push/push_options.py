@@ -6,6 +6,8 @@ from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
 
+DELTA_MIB = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
@@ -24,7 +26,8 @@ class PushOptions:
     num_threads: int = 8
     transport: str = "auto"
     watermark_mib: int = 1024
-    delta_mib: int = 1024
+    delta_mib: int | None = None
+    """None: DELTA_MIB."""
     timeout_s: float = 60.0
     start_timeout_s: float = 1800.0
     log_dir: Path = Path("push-logs")
@@ -37,6 +40,8 @@ class PushOptions:
             raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
         if self.base is not None and not self.to:
             raise ConfigError("--base is what running engines (--to) hold; those that --start starts hold nothing yet")
+        if self.delta_mib is not None and self.base is None:
+            raise ConfigError("--delta-mib has no effect without --base: every byte is sent; remove it, or give --base")
         if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
             raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")
 

@@ -26,6 +26,8 @@ Refuse = Callable[..., str]
         ("model=checkpoint model.path=/absent trainer.ep_size=1", ["model.path=/absent: no such folder"]),
         ("weight_sync.watermark_bytes=1.5GiB", ["got '1.5GiB'. Write bytes: weight_sync.watermark_bytes=1610612736"]),
         ("weight_sync.watermark_bytes=2GB", ["Write bytes: weight_sync.watermark_bytes=2000000000"]),
+        ("weight_sync.delta_bytes=1e6", ["must be an integer, got '1000000.0'. Write weight_sync.delta_bytes=1000000"]),
+        ("weight_sync.delta=1000", ["unknown option weight_sync.delta. Did you mean weight_sync.delta_bytes?"]),
         ("model.hf_config.model_type=gpt2", ["qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe", "'gpt2'"]),
         (
             "model.hf_config.norm_topk_probs=true",

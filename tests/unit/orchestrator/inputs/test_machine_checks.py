@@ -26,6 +26,7 @@ from slipstream.orchestrator.inputs.machine_checks import (
     check_ray_cluster,
     check_shared_memory,
     check_sockets,
+    check_zone_has_room,
 )
 from slipstream.orchestrator.inputs.preflight import run_preflight
 from slipstream.orchestrator.machine import HERE, Gpu, Machine, is_slow_in_bfloat16
@@ -200,6 +201,34 @@ def test_a_base_that_finds_no_room_is_refused_before_a_start(
     for left_out in (["weight_sync.remote_merge=none"], ["cluster.device=cpu", "weight_sync.remote_merge=host"]):
         on = load_run_config(["experiment=quickstart", *MERGING, *left_out])
         assert check_base_has_room(on, with_room(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"), [([], "kv_cache_bytes"), (["rollout.kv_cache_bytes=null"], "gpu_memory_utilization")]
+)
+def test_a_zone_for_changes_that_finds_no_room_is_refused_before_a_start(words: list[str], cure: str) -> None:
+    given = [*MERGING, *words, "weight_sync.delta_bytes=1000000"]
+    config = load_run_config(["experiment=quickstart", *given])
+    weights = 2 * sum(math.prod(m.shape) for m in read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+    cache = config.rollout.kv_cache_bytes
+    enough = round(1e6 / (1 - config.rollout.gpu_memory_utilization)) if cache is None else weights + cache + 10**6
+
+    def with_gpu(num_bytes: int) -> Machine:
+        return Machine(list_gpus=lambda: [Gpu(0, "", num_bytes, "")])
+
+    assert "beside its engine" in found(check_zone_has_room, with_gpu(enough + 2), *given).finding
+    message = refused(check_zone_has_room, with_gpu(enough - 20), *given)
+    assert message.startswith("weight_sync.delta_bytes takes") and message.endswith("or lower weight_sync.delta_bytes")
+    assert cure in message
+    assert check_zone_has_room(config, Machine(list_gpus=list)) is None
+    assert check_zone_has_room(load_run_config(["experiment=quickstart"]), with_gpu(0)) is None
+
+
+def test_memory_on_cpus_counts_a_zone_of_each_engine_rank() -> None:
+    words = ["model.dtype=bfloat16", "weight_sync.delta_bytes=1000000000000"]
+    assert refused(check_memory, Machine(), *words).endswith(
+        "or rollout.kv_cache_bytes, or lower weight_sync.delta_bytes"
+    )
 
 
 def test_memory_on_cpus_counts_what_engines_merge_into() -> None:

@@ -148,6 +148,8 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     assert less.delta is not None
     assert less.delta.num_bytes == pytest.approx((share + 1) / 2 * report.summary.num_bytes, rel=1e-3)
     assert planned().delta is None
+    with pytest.raises(ConfigError, match=r"--changed has no effect with weight_sync\.delta_bytes=0"):
+        planned(hardware=Hardware(changed=0.05))
     full = planned(*words, "trainer.mode=full", hardware=Hardware(rates=slow, changed=0.05))
     assert full.delta is not None
     assert full.delta.kept_bytes == 0 < full.delta.host_bytes

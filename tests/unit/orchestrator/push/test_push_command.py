@@ -77,6 +77,7 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--to", "127.0.0.1:1,127.0.0.1:2", "--to", "http://127.0.0.1:1/"], "an engine twice: http://127.0.0.1:1\n"),
         (["--start", "1", "--watermark-mib", "0"], "--watermark-mib"),
         (["--to", "http://127.0.0.1:8000", "--delta-mib", "0"], "--delta-mib must be >= 1, got 0"),
+        (["--to", "http://127.0.0.1:8000", "--delta-mib", "64"], "--delta-mib has no effect without --base"),
         (["--start", "1", "--base", "old"], "--base is what running engines (--to) hold"),
         (["--start", "x"], "--start must be an integer, got 'x'. See: slipstream push --help"),
         (
