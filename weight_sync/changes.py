@@ -10,8 +10,8 @@ Tiles may have their records in any order. Values are not differences, so applyi
 takes 4 bytes per changed element and 8 per tile, so it is smaller than its chunk where less than half of it changed; a
 sender has room for a quarter of the chunk, and sends what does not fit whole.
 
-Invariant: `apply` writes nothing outside its chunks, whatever the streams hold: `first_error` reads every count and
-every position before the first element is written.
+Invariant: `apply` writes nothing outside its chunks, whatever the streams hold: it reads every count and every position
+before it writes the first element.
 """
 
 from collections.abc import Sequence

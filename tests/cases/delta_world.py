@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
+from unittest.mock import Mock
 
 import pytest
 from fakes.memory_transport import MemoryFabric, MemoryTransport
@@ -12,8 +13,16 @@ from fakes.ranked_engine import MirrorEngine
 from cases.rank_helpers import SYNC_KEY, count, make_rank, make_samples
 from slipstream.conf.schema import DType, OptimConfig, TrainMode, WeightSyncConfig
 from slipstream.trainer.rank import TrainerRank
+from slipstream.weight_sync.replica.receiver import Receiver
+from slipstream.weight_sync.replica.recovery import make_offer, pull
 
 ZONE_BYTES = 1 << 16
+STAGES = (
+    "pipeline.lanes.Replay.replay", "publish.transaction.Transaction.begin", "publish.transaction.Transaction.finish",
+    "publish.bases.Bases.end",
+)  # fmt: skip
+"""Of a publisher: before its first write, before it asks engines to begin, before it asks them to commit, and once all
+have."""
 
 
 class World:
@@ -91,3 +100,18 @@ def before_writes(
         real(self, session, sources, places, sizes, timeout_s=timeout_s)
 
     monkeypatch.setattr(MemoryTransport, "write", write)
+
+
+def die_at(stage: str, publish: Callable[[], object]) -> None:
+    """Publish until the publisher dies there."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"slipstream.weight_sync.{stage}", Mock(side_effect=KeyboardInterrupt))
+        publish()
+
+
+def fill_from_peer(receivers: Sequence[Receiver], peers: Sequence[Receiver]) -> None:
+    """Read and serve what another engine serves, rank by rank."""
+    for receiver, peer in zip(receivers, peers, strict=True):
+        offer = make_offer(peer)
+        pull(receiver, offer, timeout_s=5.0)
+        receiver.adopt(offer.version, offer.epoch)

@@ -8,14 +8,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from cases.delta_world import ZONE_BYTES, World, before_writes
+from cases.delta_world import STAGES, ZONE_BYTES, World, before_writes, die_at, fill_from_peer
 from fakes.memory_transport import Fault, MemoryTransport
 from fakes.ranked_engine import REPACKED, MirrorEngine
 
+from slipstream.conf.schema import TrainMode
 from slipstream.weight_sync.changes import Landed
 from slipstream.weight_sync.errors import TransferTimeout
 from slipstream.weight_sync.pipeline.staging_slots import Slots
 from slipstream.weight_sync.replica import landing
+from slipstream.weight_sync.replica.recovery import make_offer, pull
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
@@ -141,33 +143,14 @@ def test_each_fault_is_found_before_the_version_is_served_and_mended_by_a_whole_
     assert world.all_hold_it()
 
 
-WEIGHT_SYNC = "slipstream.weight_sync."
-
-
-@pytest.mark.parametrize(
-    "last",
-    [
-        "pipeline.lanes.Replay.replay",
-        "publish.transaction.Transaction.begin",
-        "publish.transaction.Transaction.finish",
-        "publish.bases.Bases.end",
-    ],
-)
-def test_after_a_publisher_died_at_any_stage_engines_get_every_byte_of_the_next_one(make_world, last):
-    """Before a stream was written, before it asked them to begin, before it asked them to commit, and once all had."""
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_a_publisher_died_at_any_stage_engines_get_every_byte_of_the_next_one(make_world, stage):
     world = make_world()
     for _ in range(2):
         world.publish()
         world.step()
-    with pytest.MonkeyPatch.context() as patch:
-
-        def dies(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(WEIGHT_SYNC + last, dies)
-        with pytest.raises(KeyboardInterrupt):
-            world.publish()
-    assert world.engines[0].receivers[0].state.is_serving == (last != "publish.transaction.Transaction.finish")
+    die_at(stage, world.publish)
+    assert world.engines[0].receivers[0].state.is_serving == (stage != "publish.transaction.Transaction.finish")
     report = world.publish()
     assert report.num_committed == 1 and world.all_hold_it()
     assert report.num_bytes == world.whole_bytes
@@ -203,6 +186,48 @@ def test_after_an_engine_failed_at_any_stage_it_gets_every_byte_and_the_other_wh
     assert report.num_committed == 2 and world.all_hold_it()
     assert report.num_takers == 1
     assert world.whole_bytes / 2 < report.num_bytes < world.whole_bytes
+
+
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+def test_a_later_wave_of_a_publish_gets_every_byte_and_who_reads_from_it_takes_changes_of_the_next_one(
+    make_world, mode
+):
+    """The first wave's engine fails, another one of its node takes its place, and the third reads from that one."""
+    world = make_world(3, lr=1e-6, mode=mode).stepped()
+    world.fabric.inject(world.links[0].session, Fault(refuse=True))
+    assert world.publish(exclude=[1, 2]).num_committed == 0
+    world.fabric.take_back(world.links[0].session)
+    report = world.publish(exclude=[0, 2])
+    assert (report.num_committed, report.num_takers) == (1, 0), report
+    first, second, third = (engine.receivers for engine in world.engines)
+    fill_from_peer(third, second)
+    assert (first[0].state.version, third[0].state.version) == (0, 1)
+    world.step()
+    report = world.publish()
+    assert (report.num_committed, report.num_takers) == (3, 2) and world.all_hold_it(), report
+
+
+def test_an_engine_reads_a_peer_while_changes_land_there_and_does_not_adopt_what_the_publish_passed_by(
+    make_world, monkeypatch
+):
+    world = make_world(2).stepped()
+    reader, peer = world.engines[1].receivers[0], world.engines[0].receivers[0]
+    world.publish(exclude=[1])
+    world.step()
+    offer, read = make_offer(peer), []
+
+    def read_once(*_):
+        if not read:
+            assert peer.state.is_serving
+            read.append(pull(reader, offer, timeout_s=5.0))
+
+    with monkeypatch.context() as patch:
+        before_writes(world, patch, read_once)
+        assert world.publish(exclude=[1]).num_takers == 1
+    assert read and make_offer(peer) != offer and not reader.state.is_serving
+    world.step()
+    report = world.publish()
+    assert (report.num_committed, report.num_takers) == (2, 1) and world.all_hold_it(), report
 
 
 def owns(engine: MirrorEngine, landed: Sequence[Landed]) -> bool:

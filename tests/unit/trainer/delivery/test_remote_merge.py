@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from cases.delta_world import STAGES, die_at, fill_from_peer
 from cases.rank_helpers import SYNC_KEY, draw, make_rank
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread
@@ -205,6 +207,54 @@ def test_a_merge_that_differs_is_found_by_hash_and_later_publishes_are_whole(mak
     for version in (NUM_RANKS, NUM_RANKS + 1):
         report = world.publish(version)
         assert (report.num_committed, report.num_bytes) == (1, world.whole_bytes)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_a_publisher_died_at_any_stage_the_next_publish_is_of_factors(make_world, stage):
+    world = make_world()
+    world.publish(0)
+    die_at(stage, lambda: world.publish(1))
+    report = world.publish(2)
+    assert (report.num_committed, report.num_bytes) == (1, world.factor_bytes), report
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_takers"), [("begin", 2), ("verify", 2), ("half of the merge", 1), ("commit", 2)]
+)
+def test_after_an_engine_failed_at_any_stage_the_rank_whose_merge_was_cut_off_alone_gets_every_byte(
+    make_world, stage, num_takers
+):
+    world = make_world()
+    world.publish(0)
+    engine, dies = world.engines[0], Mock(side_effect=RuntimeError("the engine died"))
+    steps = engine.merges[0]._steps
+    if stage == "half of the merge":
+        steps.insert(len(steps) // 2, dies)
+    else:
+        engine.fail_on[stage] = RuntimeError("the engine died")
+    report = world.publish(1)
+    assert report.num_committed == 0 and "the engine died" in report.replicas[0].error
+    assert not engine.receivers[0].state.is_serving or stage == "begin"
+    engine.merges[0]._steps = [step for step in steps if step is not dies]
+    for version in (2, 3):
+        report = world.publish(version)
+        assert (report.num_committed, report.num_takers) == (1, num_takers), report
+
+
+def test_an_engine_that_read_a_peers_weights_merges_the_next_factors(make_world):
+    world = make_world()
+    world.publish(0)
+    world.start_engine()
+    peer, engine = world.engines
+    fill_from_peer(engine.receivers, peer.receivers)
+    assert all(
+        torch.equal(params[name], held[name])
+        for params, held in zip(engine.params, peer.params, strict=True)
+        for name in params
+    )
+    world.rank.delivery._publisher.connect([one.address for one in world.endpoints])
+    report = world.publish(1)
+    assert (report.num_committed, report.num_bytes) == (2, 2 * world.factor_bytes), report
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
