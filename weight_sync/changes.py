@@ -1,6 +1,7 @@
 """What a publish sends of a chunk of which few elements changed: where they are, and their bits.
 
-Owns the form and its torch functions; on CUDA the kernels of `change_kernels.py` do the same. Elements have two bytes.
+Owns the form and its torch functions; on CUDA the kernels of `change_kernels.py` do the same. An element is two bytes
+of the parameter: one bfloat16 value, or two neighbours in FP8.
 
     chunk     elements 0 .. n-1 of consecutive bytes of an engine's parameter, in tiles of TILE elements
     stream    int32   start_0, count_0, start_1, count_1, ...     per tile: its first record, and how many it has
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 TILE = 4096
 """Elements. Positions in a tile fit 15 bits, so that records are positive."""
 ELEMENT_BYTES, RECORD_BYTES, TILE_BYTES = 2, 4, 8
+DTYPES = frozenset({"bfloat16", "float8_e4m3fn"})
+"""Formats of values that change one by one. Block scales, float32, all change at once, and always go whole."""
 STREAM_SHARE = 4
 """A chunk of so many bytes has room for one byte of its stream."""
 _BITS = 0xFFFF

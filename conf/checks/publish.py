@@ -12,20 +12,12 @@ from slipstream.conf.schema import Device, DType, EngineFormat, Init, RemoteMerg
 
 
 def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:
-    """Changes are those of bfloat16 values."""
-    if config.weight_sync.delta_bytes == 0:
-        return
-    is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
-    wrong = {
-        "block-FP8 engines (model.engine_format, config.json)": is_fp8,
-        f"model.dtype={config.model.dtype}": config.model.dtype is not DType.bfloat16,
-    }
-    for reason, is_so in wrong.items():
-        if is_so:
-            raise ConfigError(
-                f"weight_sync.delta_bytes={config.weight_sync.delta_bytes} sends changes of bfloat16 weights, "
-                f"which contradicts {reason}; set weight_sync.delta_bytes=0 to send every byte"
-            )
+    """Changes are those of values of one or two bytes."""
+    if config.weight_sync.delta_bytes and config.model.dtype is not DType.bfloat16:
+        raise ConfigError(
+            f"weight_sync.delta_bytes={config.weight_sync.delta_bytes} sends changes of bfloat16 or block-FP8 weights, "
+            f"which contradicts model.dtype={config.model.dtype}; set weight_sync.delta_bytes=0 to send every byte"
+        )
 
 
 def check_engines_can_merge(config: RunConfig, hf_config: HfConfig) -> None:

@@ -86,10 +86,10 @@ class WeightSyncConfig:
     delta_bytes: int = 0
     """Send only elements that changed: so many bytes of each engine rank's GPU, beside the engine's own memory, take
     what changed (four bytes an element) while the engine serves, which pauses to put it in; what changed too much, or
-    finds no room, goes whole. The trainer keeps a copy of the adapters as published last (with trainer.mode=full: of
-    its part of all weights, in host memory), and its staging slots are a third smaller. 0: every publish sends every
-    byte. For links slower than NVLink; where changes cost more GPU time than everything lately, everything is sent.
-    Needs mode=merged and bfloat16 engines."""
+    finds no room, goes whole. The trainer keeps a copy of the adapters as published last (with trainer.mode=full or
+    block-FP8 engines: of its part of all weights, in host memory), and its staging slots are a third smaller. 0: every
+    publish sends every byte. For links slower than NVLink; where changes cost more GPU time than everything lately,
+    everything is sent. Needs mode=merged and model.dtype=bfloat16."""
     remote_merge: RemoteMerge = field(
         default=RemoteMerge.none,
         metadata=read_if(If("weight_sync.mode=merged", ": nothing is merged"), If("trainer.mode=lora", ": no adapter")),

@@ -31,11 +31,11 @@ class DeltaChoice:
     """Bytes that the trainer sends: what changed, and whole what finds no room in the fullest engine rank's zone, or
     changed too much to be sent by element."""
     total_s: float
-    """With the second merge, or in full training the comparison with what is kept on the host."""
+    """With the second merge or, in full training and for FP8, the comparison with what is kept on the host."""
     kept_bytes: int
-    """On the fullest trainer rank, beside the rest: the adapters as published last; in full training 0."""
+    """On the fullest trainer rank, beside the rest: the adapters as published last; 0 where host_bytes are kept."""
     host_bytes: int
-    """In full training, in host memory for the fullest trainer rank: what it published last."""
+    """In full training and for FP8, in host memory for the fullest trainer rank: what it published last."""
     zone_bytes: int
     """On every engine rank, beside the rest: weight_sync.delta_bytes."""
 

@@ -281,20 +281,23 @@ class _Publish:
         from slipstream.weight_sync import changes  # with torch, which --help does not need
 
         zone, rates = self.config.weight_sync.delta_bytes, self.hardware.rates
-        changed = CHANGED if self.hardware.changed is None else self.hardware.changed
+        values = CHANGED if self.hardware.changed is None else self.hardware.changed
+        is_fp8 = any(meta.dtype == "float8_e4m3fn" for meta in self.sources[0].tensors)
+        changed = 1 - (1 - values) ** (2 if is_fp8 else 1)  # of elements of two bytes
         stream = (changes.RECORD_BYTES * changed + changes.TILE_BYTES / changes.TILE) / changes.ELEMENT_BYTES
         room = min(1.0, zone / (stream * max(summary.received_bytes.values())))
         fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
         share = fits * stream + 1 - fits
-        is_full = self.config.trainer.mode is TrainMode.full
+        is_kept = is_fp8 or self.config.trainer.mode is TrainMode.full
         found = self.predicted(
             sent_share=share,
-            mark_passes=2 * rates.hbm_bytes_s / BUS_BYTES_S if is_full else MARK_PASSES,
+            mark_passes=2 * rates.hbm_bytes_s / BUS_BYTES_S if is_kept else MARK_PASSES,
             apply_passes=apply_passes(changed),
         )
         num_bytes = round(share * summary.num_bytes)
-        host = max(int(table.num_bytes.sum()) for table in self.plan.tasks.values()) if is_full else 0
-        return DeltaChoice(changed, num_bytes, found.total_s, self.planned.kept_bytes(), host, zone)
+        host = max(int(table.num_bytes.sum()) for table in self.plan.tasks.values()) if is_kept else 0
+        kept_bytes = 0 if is_kept else self.planned.kept_bytes()
+        return DeltaChoice(values, num_bytes, found.total_s, kept_bytes, host, zone)
 
     def remote_merge(self, summary: PlanSummary) -> RemoteMergeChoice:
         """A and B alone. Each engine rank copies its base to where it merges, over the bus or in its own memory."""
@@ -348,7 +351,9 @@ def _merged_sides(
     """Every weight, in the form that engines keep it in."""
     rollout, device, dtype = config.rollout, config.cluster.device, config.model.dtype
     quantization = BlockFp8.from_hf_config(hf_config)
-    staging = _staging(config, planned.temporary_bytes(device, quantization) + _kept_scratch(config))
+    kept = config.weight_sync.delta_bytes > 0 and (config.trainer.mode is TrainMode.full or quantization is not None)
+    scratch = _kept_scratch(config) if kept else 0
+    staging = _staging(config, planned.temporary_bytes(device, quantization) + scratch)
     request = LayoutRequest(
         hf_config=hf_config,
         tensors=engine_checkpoint(hf_config, dtype),
@@ -381,8 +386,7 @@ def _kept_scratch(config: RunConfig) -> int:
     """Temporary memory of a rank that compares with what it keeps on the host."""
     from slipstream.weight_sync.disk.kept_source import kept_scratch_bytes  # with torch, which --help does not need
 
-    sync, is_kept = config.weight_sync, config.trainer.mode is TrainMode.full and config.weight_sync.delta_bytes > 0
-    return kept_scratch_bytes(config.cluster.device.value, sync.watermark_bytes) if is_kept else 0
+    return kept_scratch_bytes(config.cluster.device.value, config.weight_sync.watermark_bytes)
 
 
 def _staging(config: RunConfig, source_bytes: int) -> Staging:

@@ -55,6 +55,8 @@ class Kind:
     quantization: BlockFp8 | None = None
 
 
+ODD = {**MOE, "hidden_size": 33, "moe_intermediate_size": 33, "num_experts": 5}
+"""In FP8 some parameters have an odd number of bytes."""
 TIED = {**DENSE, "tie_word_embeddings": True}
 KINDS = {
     "whole": Kind(MOE, WHOLE, tp_size=2),
@@ -70,6 +72,7 @@ KINDS = {
     "changes, latent attention": Kind(DEEPSEEK, CHANGES),
     "changes, fused experts": Kind(GPT_OSS, CHANGES),
     "changes, all weights": Kind(DENSE, CHANGES, mode=TrainMode.full),
+    "changes, block-FP8": Kind(ODD, CHANGES, quantization=BlockFp8()),
     "factors": Kind(MOE, FACTORS, tp_size=2),
     "factors, split experts": Kind(MOE, FACTORS, tp_size=2, has_split_experts=True),
     "factors, tied": Kind(TIED, FACTORS, tp_size=2),

@@ -1,6 +1,8 @@
 """A publish from one trainer rank to a live vLLM engine over the product's own path, and what the engine then holds."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from slipstream.conf.schema import Device, DType, EvalSampling, EvalSamplingConf
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.types import Prompt, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
+from slipstream.weight_sync.disk.kept_source import KeptSource
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
@@ -26,11 +29,19 @@ class Seen:
     first: list[dict[str, str]]
     """Hashes by rank."""
     zeroed: list[dict[str, str]]
+    """Or after the publish of other weights."""
     again: list[dict[str, str]]
     tokens: list[list[int]]
 
 
-async def publish_twice(folder: Path, source: WeightSource, config: RolloutConfig, *, device: Device) -> Seen:
+async def publish_twice(
+    folder: Path,
+    source: WeightSource,
+    config: RolloutConfig,
+    *,
+    device: Device,
+    others: Callable[[], AbstractContextManager[None]] | None = None,
+) -> Seen:
     """Publish to an engine, zero its weights, publish again, and sample greedily.
 
     Args:
@@ -38,9 +49,12 @@ async def publish_twice(folder: Path, source: WeightSource, config: RolloutConfi
         source: The trainer's one rank.
         config: Of the engine.
         device: Of both sides.
+        others: Within it the source has weights that differ a little. They are published in place of zeros, and the
+            second and third publish send what changed alone.
     """
     save_character_tokenizer(folder, vocab_size=64)
-    sync = WeightSyncConfig(watermark_bytes=64 << 20, timeout_s=60.0)
+    zone = 0 if others is None else 32 << 20
+    sync = WeightSyncConfig(watermark_bytes=64 << 20, timeout_s=60.0, delta_bytes=zone)
     options = WorkerOptions(
         folder=folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=device,
         tensors=source.layout().tensors, key=KEY,
@@ -48,12 +62,15 @@ async def publish_twice(folder: Path, source: WeightSource, config: RolloutConfi
     worker = RolloutWorker(options, seed=0, make_engine=ReadableEngine)
     transport = MooncakeTransport(sync.transport, device=device.value, timeout_s=sync.timeout_s)
     publisher = Publisher(
-        source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device=device.value
-    )
+        KeptSource(source, sync.watermark_bytes, device.value) if zone else source,
+        transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device=device.value,
+    )  # fmt: skip
+    sent: list[int] = []
 
     async def publish() -> list[dict[str, str]]:
         report = await asyncio.to_thread(publisher.publish, 0)
         assert [replica.error for replica in report.replicas] == [None]
+        sent.append(report.num_bytes)
         return await read()
 
     async def read() -> list[dict[str, str]]:
@@ -62,8 +79,14 @@ async def publish_twice(folder: Path, source: WeightSource, config: RolloutConfi
     try:
         await asyncio.to_thread(publisher.connect, [await worker.start()])
         first = await publish()
-        await worker.engine.call_ranks("zero_params")
-        zeroed, again = await read(), await publish()
+        if others is None:
+            await worker.engine.call_ranks("zero_params")
+            zeroed = await read()
+        else:
+            with others():
+                zeroed = await publish()
+        again = await publish()
+        assert others is None or max(sent[1:]) < sent[0] / 4, sent
         prompts = prompts_for(config, device)
         drawing = EvalSamplingConfig(top_p=ONLY_THE_LIKELIEST)
         greedy = EvalSampling(max_tokens=NUM_TOKENS, stop_at_eos=False, drawing=drawing)

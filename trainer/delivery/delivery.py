@@ -72,7 +72,7 @@ class Delivery:
                 self.base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
             self.source = AdapterSource(decoder, self._rank, decoder.lora)
         elif not is_packed(decoder):  # fine-tuning publishes nothing
-            keeps_last = config.delta_bytes > 0
+            keeps_last = config.delta_bytes > 0 and quantization is None  # scales are those of all values of a block
             self.source = TrainerWeightSource(decoder, self._rank, quantization, keeps_last=keeps_last, merges=merges)
             if merges:
                 self._merged_from = TrainerWeightSource(decoder, self._rank, is_merged=False, merges=merges)
@@ -172,7 +172,7 @@ class Delivery:
 
     def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
         config, device = self._config, self._device
-        is_kept = config.delta_bytes > 0 and isinstance(source, TrainerWeightSource) and not source.has_adapters
+        is_kept = config.delta_bytes > 0 and isinstance(source, TrainerWeightSource) and not source.knows_last
         return Publisher(
             KeptSource(source, config.watermark_bytes, device) if is_kept else source,
             transport,

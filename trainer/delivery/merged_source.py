@@ -119,8 +119,8 @@ class TrainerWeightSource:
         self._last_gathered: dict[str, Tensor] = {}
         """The factors that were published last; empty before keep()."""
         adapted = [one for of in self._held.values() for one in of if one.delta is not None]
-        self.has_adapters = bool(adapted)
-        """Whether published values can be computed again, from the base and the factors that are kept."""
+        self.knows_last = keeps_last and bool(adapted)
+        """Whether what was published last is computed again, from the base and the factors that are kept."""
         self._probe = UpdateProbe([one for one in adapted if isinstance(one, HeldTensor)], self._added)
         everything = [one for of in self._held.values() for one in of]
         dtypes = {meta.name: meta.dtype for meta in self._layout.tensors}

@@ -1,7 +1,7 @@
 """A source, and in host memory the bytes that it gave at the last publish: what changed is found by comparing.
 
-For weights whose earlier values nothing else knows: a checkpoint on disk, tensors of any trainer, full training. (Under
-LoRA they are computed again: trainer/delivery/merged_source.py.)
+For weights whose earlier values nothing else knows: a checkpoint on disk, tensors of any trainer, full training, and
+merged weights in block-FP8. (Those in bfloat16 are computed again: trainer/delivery/merged_source.py.)
 
     fill a slot    source --> slot, and if changes are wanted: slot != kept --> marks; slot --> kept
 

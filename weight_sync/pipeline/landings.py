@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from slipstream.weight_sync.changes import ELEMENT_BYTES, STREAM_SHARE, Chunk, Packer, max_records
+from slipstream.weight_sync.changes import DTYPES, ELEMENT_BYTES, STREAM_SHARE, Chunk, Packer, max_records
 from slipstream.weight_sync.pipeline.packing import CompiledMarks, FillSlot, Packet
 from slipstream.weight_sync.plan.budget import NUM_SLOTS
 from slipstream.weight_sync.plan.columns import Flags
@@ -175,6 +175,8 @@ def _number_of_chunk(packets: Sequence[Packet]) -> dict[int, int]:
     able = [
         index
         for index, packet in enumerate(packets)
-        if packet.tasks[0].dtype == "bfloat16" and max_records(packet.tasks[0].num_bytes) > 0
+        if packet.tasks[0].dtype in DTYPES
+        and packet.tasks[0].num_bytes % ELEMENT_BYTES == packet.tasks[0].dest_offset_bytes % ELEMENT_BYTES == 0
+        and max_records(packet.tasks[0].num_bytes) > 0
     ]
     return {index: number for number, index in enumerate(able)}

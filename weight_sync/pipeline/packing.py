@@ -83,8 +83,8 @@ class MarkingSource(CompilingSource, Protocol):
     """A CompilingSource that knows what it gave at the last publish."""
 
     def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
-        """As compile_reads; the function also writes a mark per two bytes of the slot (uint8) where reads are bfloat16:
-        not 0 where they differ from what keep() knows. Call that function only after keep()."""
+        """As compile_reads; the function also writes a mark per two bytes of the slot (uint8), where the format is one
+        of changes.DTYPES: not 0 where they differ from what keep() knows. Call that function only after keep()."""
         ...
 
     def keep(self) -> None:

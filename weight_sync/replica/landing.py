@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from slipstream.weight_sync.changes import ELEMENT_BYTES, RECORD_BYTES, Landed, apply, stream_bytes
+from slipstream.weight_sync.changes import DTYPES, ELEMENT_BYTES, RECORD_BYTES, Landed, apply, stream_bytes
 from slipstream.weight_sync.errors import ProtocolError, WatermarkError
 from slipstream.weight_sync.layout import DestLayout, Param, PostLoad
 from slipstream.weight_sync.replica.messages import Expected
@@ -33,9 +33,12 @@ def zone_name(num_bytes: int) -> str:
 
 
 def takes_changes(layout: DestLayout) -> frozenset[str]:
-    """Parameters for which the bytes that arrive are those that are held afterwards, two per element."""
-    params = layout.params
-    return frozenset(p.name for p in params if p.post_load is PostLoad.identity and p.dtype == "bfloat16")
+    """Parameters for which the bytes that arrive are those that are held afterwards, in whole elements."""
+    return frozenset(
+        p.name
+        for p in layout.params
+        if p.post_load is PostLoad.identity and p.dtype in DTYPES and p.num_bytes % ELEMENT_BYTES == 0
+    )
 
 
 def flags_of(names: Iterable[str], layout: DestLayout) -> tuple[bool, ...]:

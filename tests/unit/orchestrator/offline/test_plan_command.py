@@ -155,6 +155,12 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     assert full.delta.kept_bytes == 0 < full.delta.host_bytes
     per_engine = full.summary.num_bytes / full.config.rollout.most_workers
     assert per_engine / full.config.trainer.num_ranks <= full.delta.host_bytes < per_engine
+    kimi = ["experiment=kimi_k2_fp8_merged", "model.hf_config.num_hidden_layers=2", words[1]]
+    fp8 = plan_run(load_run_config(kimi), Hardware(changed=0.05))
+    assert fp8.delta is not None
+    assert fp8.delta.kept_bytes == 0 < fp8.delta.host_bytes
+    share = (4 * (1 - 0.95**2) + 8 / 4096) / 2  # an element is two values
+    assert fp8.delta.num_bytes > share * fp8.summary.num_bytes
     much = planned(*words, hardware=Hardware(rates=slow, changed=0.13)).delta  # more than a quarter of the bytes
     assert much is not None
     assert much.num_bytes == report.summary.num_bytes

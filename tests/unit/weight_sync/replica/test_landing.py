@@ -15,12 +15,13 @@ LAYOUT = DestLayout(
     (
         Param("absorbed", (4,), "bfloat16", PostLoad.derived), Param("embed", (16, 8), "bfloat16"),
         Param("packed", (8, 8), "bfloat16", PostLoad.repack), Param("bias", (64,), "float32"),
+        Param("fp8", (16, 16), "float8_e4m3fn"), Param("odd", (5, 13), "float8_e4m3fn"),
     ),
     (),
     (Fill("embed", 0, 8), Fill("embed", 64, 16)),
 )  # fmt: skip
 """Numbered without the derived one: embed 0, of whose 256 bytes 0 to 16 and 128 to 160 are never sent, packed 1, bias
-2."""
+2, fp8 3, odd 4."""
 ZONE_BYTES = 256
 
 
@@ -42,16 +43,17 @@ def zone(params: dict[str, torch.Tensor]) -> LandingZone:
 
 @pytest.mark.parametrize("offset", [16, 32, 64, 160, 192])
 def test_elements_go_to_their_places_between_any_two_fills(zone, params, offset):
-    zone.apply(np.array([[0, offset, 64, 16, 2]], "<i8").tobytes())
-    bits, first = params["embed"].view(-1).view(torch.int16), offset // 2
-    assert bits.nonzero().flatten().tolist() == [first + 1, first + 31]
-    assert bits[[first + 1, first + 31]].tolist() == [5, 7]
+    zone.apply(np.array([[0, offset, 64, 16, 2], [3, offset, 64, 16, 2]], "<i8").tobytes())
+    for name in ("embed", "fp8"):
+        bits, first = params[name].view(-1).view(torch.int16), offset // 2
+        assert bits.nonzero().flatten().tolist() == [first + 1, first + 31]
+        assert bits[[first + 1, first + 31]].tolist() == [5, 7]
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([3, 0, 64, 16, 2], "no parameter 3"),
+        ([5, 0, 64, 16, 2], "no parameter 5"),
         ([-1, 0, 64, 16, 2], "no parameter -1"),
         ([0, 96, 64, 16, 2], "bytes 96 to 160 cannot be written"),
         ([0, 0, 64, 16, 2], "bytes 0 to 64 cannot be written"),
@@ -64,6 +66,7 @@ def test_elements_go_to_their_places_between_any_two_fills(zone, params, offset)
         ([0, 32, 1 << 40, 16, 2], "cannot be written"),
         ([1, 0, 64, 16, 2], "packed in bytes 0 to 64 cannot be written"),
         ([2, 0, 64, 16, 2], "bias in bytes 0 to 64 cannot be written"),
+        ([4, 0, 64, 16, 2], "odd in bytes 0 to 64 cannot be written"),
         ([0, 32, 64, -16, 2], "not in a zone of 256 bytes"),
         ([0, 32, 64, 18, 2], "not in a zone"),
         ([0, 32, 64, 244, 2], "not in a zone"),
@@ -77,7 +80,7 @@ def test_a_row_out_of_bounds_is_refused_before_anything_is_written(zone, params,
     right = [0, 32, 64, 16, 2]
     with pytest.raises(ProtocolError, match=message):
         zone.apply(np.array([right, row], "<i8").tobytes())
-    assert not any(tensor.any() for tensor in params.values())
+    assert not any(tensor.view(torch.uint8).any() for tensor in params.values())
 
 
 def test_rows_that_are_cut_are_refused(zone):
