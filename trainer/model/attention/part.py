@@ -4,6 +4,7 @@ Owns parameter names, which are the checkpoint's; the kind's spec lists their sh
 projection is a Linear, so adapters, merging and publishing need not know the kind.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from torch import nn
@@ -15,7 +16,7 @@ from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.operations import Operation
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, ABC):
     """One layer's attention: its parameters, and the order of its operations up to the heads' projection."""
 
     gives = "attn"
@@ -43,6 +44,6 @@ class Attention(nn.Module):
         assert isinstance(linear, Linear)
         return linear
 
+    @abstractmethod
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
         """From the norm of the stream, named x, to what `gives` names."""
-        raise NotImplementedError
