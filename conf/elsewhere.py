@@ -1,6 +1,6 @@
-"""What options of verl, TRL and prime-rl are called here, for the message about an unknown option.
+"""What options of verl, TRL, prime-rl and earlier versions are called here, for the message about an unknown option.
 
-The same table with its remarks is docs/coming_from.md; a unit test compares the two.
+The table of the former, with its remarks, is docs/coming_from.md; a unit test compares the two.
 """
 
 from collections.abc import Mapping
@@ -77,6 +77,29 @@ ELSEWHERE: Mapping[str, str] = {
     "slipstream resume RUN": "trainer.resume_mode resume_from_checkpoint resume",
 }
 """Our words -> options of others, row by row of the page."""
+EARLIER: Mapping[str, str] = {
+    "rollout.eval.top_p or rollout.eval.top_k": "rollout.eval_min_p rollout.eval_repetition_penalty rollout.eval_presence_penalty",
+    "data.columns": "data.messages_key data.response_key reward.answer_key reward.choice_key reward.code.tests_key",
+    "algorithm.correction": "algorithm.tis_max",
+    "algorithm.advantage": "algorithm.advantage_scale algorithm.shuffle_advantages",
+    "rollout.episodes.address": "rollout.episodes.host rollout.episodes.port",
+    "weight_sync.pause_mode": "weight_sync.on_busy_slot weight_sync.keep_kv",
+    "data.order": "data.curriculum data.shuffle",
+    "trainer.activations": "trainer.activation_checkpointing trainer.activations_on_host",
+    "trainer.lora.targets": "trainer.lora.attention trainer.lora.mlp trainer.lora.experts",
+    "trainer.numerics.match": "trainer.numerics.adapters trainer.numerics.attention trainer.numerics.norm trainer.numerics.rotation trainer.numerics.dense_activation trainer.numerics.expert_activation trainer.numerics.router_weights trainer.numerics.router_logits trainer.numerics.routed_scale trainer.combine model.mla_norm_eps trainer.engine_forward rollout.batch_invariant",
+    "trainer.num_ranks": "cluster.trainer_gpus",
+    "rollout.num_workers and rollout.tp_size": "cluster.rollout_gpus",
+    "model.hf_config.initializer_range": "model.init_std",
+    "reward.judge.extra": "reward.judge.max_tokens reward.judge.temperature",
+    "reward.judge.scale": "reward.judge.highest reward.judge.lowest",
+    "reward.code.wall_s": "reward.code.cpu_s",
+    "run.project": "run.wandb.project run.wandb.entity run.mlflow.experiment",
+    "the environment variable MLFLOW_TRACKING_URI": "run.mlflow.tracking_uri",
+    "the environment variable WANDB_MODE": "run.wandb.mode",
+    "python -m bench.controls train": "weight_sync.enabled",
+}
+"""Our words -> options that they had, or were, before."""
 CHOICES: Mapping[str, str] = {
     "algorithm=ppo": "algorithm=grpo is the nearest: there is no critic, a group's mean reward is the baseline.",
     "algorithm=remax": "algorithm=rloo is the nearest: its baseline is the group's other responses.",
@@ -95,6 +118,11 @@ REFUSED: Mapping[str, str] = dict.fromkeys(
     "would compare two policies; for evaluations set rollout.eval.top_p or rollout.eval.top_k",
 )
 """What others have, and no run can -> why, and what to do."""
+
+
+def now(name: str) -> str | None:
+    """What an option of an earlier version is now."""
+    return next((ours for ours, before in EARLIER.items() if name in before.split()), None)
 
 
 def counterpart(name: str) -> str | None:

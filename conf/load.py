@@ -29,7 +29,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from slipstream.conf.checks.ignored import check_no_override_is_ignored
 from slipstream.conf.checks.sections import check_all
-from slipstream.conf.elsewhere import CHOICES, REFUSED, counterpart
+from slipstream.conf.elsewhere import CHOICES, REFUSED, counterpart, now
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, is_list
 from slipstream.conf.options import (
@@ -297,6 +297,8 @@ def _open_dict_above(name: str) -> Option | None:
 def _explain_unknown(name: str) -> str:
     if name in REFUSED:
         return f"there is no option {name}; {REFUSED[name]}"
+    if (ours := now(name)) is not None:
+        return f"there is no option {name} any more; it is {ours} now"
     if name in section_docs():
         return f"{name} is a section; set its options one by one, as in {_example_of(name)}"
     return f"unknown option {name}. {_hint(name) or 'See all of them with: slipstream train --help options'}"

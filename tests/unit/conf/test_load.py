@@ -152,6 +152,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("trainer.num_rank=2", ["unknown option trainer.num_rank", "Did you mean trainer.num_ranks?"]),
         ("num_ranks=2", ["unknown option num_ranks", "trainer.num_ranks"]),
         ("rollout.sampling.top_p=0.9", ["there is no option rollout.sampling.top_p; training refuses it, because"]),
+        ("algorithm.tis_max=2", ["there is no option algorithm.tis_max any more; it is algorithm.correction now"]),
         ("trainer.lr=1e-3", ["unknown option trainer.lr", "trainer.optim.lr"]),
         ("+zzz=1", ["unknown option zzz", "--help options"]),
         ("~zzz", ["unknown option zzz"]),

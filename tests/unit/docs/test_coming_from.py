@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from slipstream.conf.elsewhere import ELSEWHERE, counterpart
+from slipstream.conf.elsewhere import EARLIER, ELSEWHERE, counterpart
 from slipstream.conf.options import GROUPS, options_by_name, section_docs
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming_from.md"
@@ -32,6 +32,13 @@ def test_the_page_and_the_messages_have_one_table() -> None:
     assert len(ELSEWHERE) > 50
     rows = {" or ".join(ours): " ".join(theirs) for ours, theirs in rows_of_the_page().items()}
     assert rows == ELSEWHERE
+
+
+def test_what_was_an_option_is_none_and_what_it_is_now_is_one() -> None:
+    options = options_by_name()
+    assert not [name for names in EARLIER.values() for name in names.split() if name in options]
+    named = re.findall(r"\b[a-z_]+\.[a-z_.]+\b", " ".join(EARLIER))
+    assert [name for name in named if name.removesuffix(".initializer_range") not in options] == ["bench.controls"]
 
 
 def test_a_name_with_one_meaning_is_found_by_its_end() -> None:
