@@ -38,6 +38,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -222,7 +223,7 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> str:
     names: set[str] = set()
     seen: set[str] = set()
     servers: dict[int, str] = {}
-    has_looked = False
+    known: set[str] = set()
     waits_until = None
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(folder.door))
@@ -244,9 +245,9 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> str:
                     return lost
                 controller.say(lost=server, how=how)
                 os.close(pidfd)
-            if not has_looked:  # once: those that have ended stay children until somebody asks for their ends
-                servers = _vital_servers()
-                has_looked = bool(servers)
+            if len(known) < len(_VITAL):  # each once: those that have ended stay children until somebody asks how
+                servers |= _vital_servers(known)
+                known.update(servers.values())
             present = set(os.listdir(SHARED_MEMORY))
             if present - seen:
                 seen = present
@@ -255,13 +256,14 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> str:
     return lost
 
 
-def _vital_servers() -> dict[int, str]:
-    """A descriptor of each server that nothing can do without, by name; none before all have started."""
-    found: dict[str, int] = {}
+def _vital_servers(known: Collection[str]) -> dict[int, str]:
+    """A descriptor of each server that nothing can do without, has started, and is not known yet, by name."""
+    found: dict[int, str] = {}
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # Ray has helpers that end, and a log monitor that is ended
-            found[child.name()] = child.pid
-    return {os.pidfd_open(found[name]): name for name in _VITAL} if found.keys() >= {*_VITAL} else {}
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # Ray has helpers that end, or are ended
+            if child.name() in _VITAL and child.name() not in known:
+                found[os.pidfd_open(child.pid)] = child.name()
+    return found
 
 
 def _how_it_ended(pidfd: int) -> str:

@@ -52,12 +52,16 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setattr(ray_host, "_vital_servers", dict)
     monkeypatch.setattr(ray_host, "_LOOK_EVERY_S", 0.05)
     host = Host(tmp_path)
     while not host.folder.door.exists():
         pass
     yield host
+
+
+def server(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    """A process of this name."""
+    return subprocess.Popen([shutil.copy(shutil.which("sleep") or "", folder / name), "600"])
 
 
 @pytest.mark.parametrize("words", [b"", HOLD + LET_GO])
@@ -101,23 +105,16 @@ async def test_another_controller_takes_the_place_and_may_be_killed_itself(
     assert not host.folder.door.exists(), "what the host would remove at its end is removed where it could not"
 
 
-def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_seen(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_seen(host: Host, tmp_path: Path) -> None:
     """Both at once, as where the whole node is killed. They stay children until Ray asks for their ends. Nobody can go
     on without them, and nothing waits for another controller then.
     """
-    servers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     names = ("gcs_server", "raylet")
-    monkeypatch.setattr(
-        ray_host,
-        "_vital_servers",
-        lambda: {os.pidfd_open(server.pid): name for server, name in zip(servers, names, strict=True)},
-    )
+    servers = [server(tmp_path, name) for name in names]
     os.write(host.controller, HOLD)
     time.sleep(0.2)
-    for server in servers:
-        server.kill()
+    for one in servers:
+        one.kill()
     told = [json.loads(host.heard.readline()) for _ in servers]
     assert sorted(one["lost"] for one in told) == sorted(names)
     assert {one["how"] for one in told} == {"it was ended by SIGKILL"}
@@ -128,26 +125,36 @@ def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_s
     assert host.heard.read() == "", "each is told once"
     assert host.lost == f"{told[0]['lost']}, which holds the run's Ray cluster, is gone: it was ended by SIGKILL"
     assert not host.reached.has_let_go, "whoever ends in order says so: the others have nothing to tell any more"
-    assert [server.wait() for server in servers] == [-signal.SIGKILL] * 2
+    assert [one.wait() for one in servers] == [-signal.SIGKILL] * 2
+
+
+def test_a_server_that_ends_before_the_next_one_has_started_is_told(host: Host, tmp_path: Path) -> None:
+    """Ray itself would wait a minute for it."""
+    gcs = server(tmp_path, "gcs_server")
+    time.sleep(0.2)
+    gcs.kill()
+    assert select.select([host.heard], [], [], 20)[0]
+    assert json.loads(host.heard.readline()) == {"lost": "gcs_server", "how": "it was ended by SIGKILL"}
+    os.close(host.controller)
+    assert host.ends()
+    gcs.wait()
 
 
 def test_a_child_that_ends_while_servers_are_looked_for_is_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray's log monitor is ended just then, and took the whole run with it."""
-    programs = [shutil.copy(shutil.which("sleep") or "", tmp_path / name) for name in ("gone", "gcs_server", "raylet")]
-    gone, *servers = started = [subprocess.Popen([program, "600"]) for program in programs]
+    gone, *servers = started = [server(tmp_path, name) for name in ("gone", "gcs_server", "raylet")]
     children = [psutil.Process(one.pid) for one in started]
     gone.kill()
     gone.wait()
     monkeypatch.setattr(psutil.Process, "children", lambda _: children)
-    found = ray_host._vital_servers()
+    found = ray_host._vital_servers(known=())
     assert sorted(found.values()) == ["gcs_server", "raylet"]
-    children.pop()
-    assert ray_host._vital_servers() == {}, "before all have started"
-    for server in servers:
-        server.kill()
-        server.wait()
+    assert list(ray_host._vital_servers(known=["gcs_server"]).values()) == ["raylet"]
+    for one in servers:
+        one.kill()
+        one.wait()
     assert select.select([*found], [], [], 20)[0]
 
 
