@@ -94,8 +94,8 @@ PLANS = {
     ]),
     "start": Plan(each("engine", "trainer", "controller", "worker", "raylet", "gcs", "reward", when=("start",))),
     "agent": Plan([*each("agent"), *each("agent", what="stop", when=("sampling",))], tuple(AGENTS)),
-    "stop": Plan([*each("engine", "worker", "trainer", what="stop"), *each("reward", what="stop", when=("sampling",))]),
-    "term": Plan([*each("engine", "worker", "trainer", what="term"), *each("reward", what="term", when=("sampling",))]),
+    "stop": Plan(each("engine", "worker", "trainer", "reward", what="stop")),
+    "term": Plan(each("engine", "worker", "trainer", "reward", what="term")),
     "slow": Plan([
         *each("engine", "trainer", "worker", what="slow", when=("sampling", "publish")),
         *each("controller", "reward", what="slow", when=("sampling",)),

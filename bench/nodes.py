@@ -1,13 +1,15 @@
 """A run whose nodes come and go, each a network namespace with a Ray node of its own: one, three, one.
 
     sudo python bench/nodes.py
+    python bench/nodes.py --by-command    the same numbers of workers on this machine alone, by `slipstream scale`
 
 The quick start's model with rollout.num_workers=1..3 on two CPU cores. A node has room for one worker, and the first
 one for the trainer, too. Two nodes join while it trains. Then one is cut off for a few seconds, and one for longer, by
 `slipstream chaos`; a lost one joins again. In the end one gets a notice (rollout.notice) just after a publish, with
 which responses begin, and the other is gone at once, as in a power cut. Every step has an evaluation, whose responses
 are greedy. The policy stands still (a learning rate of 1e-12): all of these must be those of an undisturbed run, token
-by token. Writes bench/results/nodes-cpu.json with what was seen of each phase, and the checks of chaos_matrix.py.
+by token. Writes bench/results/nodes-cpu.json (scale-cpu.json) with what was seen of each phase, and the checks of
+chaos_matrix.py.
 """
 
 from __future__ import annotations
@@ -48,15 +50,20 @@ groups = [placement_group([bundle], lifetime="detached") for bundle in json.load
 ray.get(groups[0].ready())
 """
 """Takes the rest, of a node that joins later as soon as it does."""
+ON_NODES = [f"cluster.ray_address={HEAD}", "rollout.num_workers=1..3", f"rollout.notice={NOTICE}"]
 WORDS = [
-    *POLICY, f"cluster.ray_address={HEAD}", "rollout.num_workers=1..3", f"rollout.notice={NOTICE}", "run.loggers=[]",
-    "trainer.num_ranks=1", "trainer.ep_size=1", "trainer.optim.lr=1e-12", "rollout.max_model_len=512",
-    "rollout.sampling.max_tokens=480", "rollout.eval.temperature=0", "run.eval_every_steps=1",
-    "run.samples_per_step=24", "algorithm.group_size=4", "run.checkpoint_every_steps=0", "run.num_steps=100000",
+    *POLICY, "run.loggers=[]", "trainer.num_ranks=1", "trainer.ep_size=1", "trainer.optim.lr=1e-12",
+    "rollout.max_model_len=512", "rollout.sampling.max_tokens=480", "rollout.eval.temperature=0",
+    "run.eval_every_steps=1", "run.samples_per_step=24", "algorithm.group_size=4", "run.checkpoint_every_steps=0",
+    "run.num_steps=100000",
 ]  # fmt: skip
 NUM_STARTS, NUM_HELD_OUT = 4, 24
 SHORT_S, LONG_S = 4.0, 90.0
 """Ray gives a node up that is silent for half a minute or so."""
+
+
+Begin = Callable[[Sequence[str]], subprocess.Popen[bytes]]
+"""Starts a process somewhere."""
 
 
 def run(*command: str) -> str:
@@ -184,6 +191,12 @@ class Watched:
                 sys.exit(f"{name}: the run {'has ended' if self._command.poll() is not None else 'does not get there'}")
             time.sleep(0.2)
 
+    def wait_for_responses(self) -> None:
+        """Until a publish has ended, when all workers begin with some."""
+        ended = re.compile("publish of version .* ended")
+        num_ended = len(ended.findall(self.log))
+        self.wait("responses begin", lambda rows: len(ended.findall(self.log)) > num_ended)
+
     def worker_on(self, node: Node) -> str:
         """The newest process of one that began there. Example: "rollout-2.1", after a restart."""
         return re.findall(rf"(rollout-\S+) is process \d+ at tcp://{re.escape(node.address)}:", self.log)[-1]
@@ -221,9 +234,7 @@ def come_and_go(watched: Watched, nodes: dict[int, Node], folder: Path) -> list[
     watched.phase("one is cut off for long", lambda rows: not events.append(watched.cut(nodes[3], LONG_S)))
     nodes.pop(3).lose()
     watched.phase("another joins", lambda rows: joined(nodes, folder, 4) and serving(3)(rows))
-    ended = re.compile("publish of version .* ended")  # then all workers begin, and a notice is seen within 2 s
-    num_ended = len(ended.findall(watched.log))
-    watched.wait("responses begin", lambda rows: len(ended.findall(watched.log)) > num_ended)
+    watched.wait_for_responses()  # a notice is seen within 2 s
     nodes[4].take()
     name = re.escape(watched.worker_on(nodes[4]))
     watched.phase("it gets a notice", lambda rows: bool(re.search(rf"{name} has gone", watched.log)))
@@ -234,19 +245,34 @@ def come_and_go(watched: Watched, nodes: dict[int, Node], folder: Path) -> list[
     return events
 
 
+def by_command(watched: Watched) -> None:
+    """One, three, one, asked for by `slipstream scale`."""
+    watched.phase("quiet", lambda rows: len(rows) >= 4)
+    for number in (3, 1):
+        watched.wait_for_responses()
+        subprocess.run([*MODULE, "scale", str(watched.folder), f"rollout={number}"], check=True, timeout=LIMIT_S)
+        watched.phase(f"slipstream scale rollout={number}", serving(number))
+        watched.phase("quiet", lambda rows: True, num_steps=4)
+
+
 def greedy(folder: Path) -> list[tuple[int, tuple[int, ...]]]:
     """Responses of evaluations: prompts and tokens."""
     rows = read_rows(folder / "samples.jsonl")
     return [(row["prompt_id"], tuple(row["token_ids"])) for row in rows if row["kind"] != "training"]
 
 
-def train(folder: Path, words: Sequence[str], node: Node) -> subprocess.Popen[bytes]:
-    """Begin a run there."""
+def begin_here(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a process on this machine."""
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def train(folder: Path, words: Sequence[str], begin: Begin) -> subprocess.Popen[bytes]:
+    """Begin a run."""
     folder.mkdir(exist_ok=True)
     held_out = folder / "held_out.jsonl"
     rows = (ROOT / "conf" / "data" / "letters_heldout.jsonl").read_text().splitlines(keepends=True)
     held_out.write_text("".join(rows[:NUM_HELD_OUT]))
-    command = node.begin([*MODULE, "train", *WORDS, f"data.eval_path={held_out}", f"run.dir={folder}", *words])
+    command = begin([*MODULE, "train", *WORDS, f"data.eval_path={held_out}", f"run.dir={folder}", *words])
     deadline = time.monotonic() + LIMIT_S
     while not read_rows(folder / "latest" / "metrics.jsonl"):
         if command.poll() is not None or time.monotonic() > deadline:
@@ -255,45 +281,60 @@ def train(folder: Path, words: Sequence[str], node: Node) -> subprocess.Popen[by
     return command
 
 
-def main() -> None:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/slipstream-nodes"))
-    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "nodes-cpu.json")
-    arguments = parser.parse_args()
-    shutil.rmtree(arguments.folder, ignore_errors=True)
-    arguments.folder.mkdir()
+def on_nodes(folder: Path, out: Path) -> None:
+    """A run on nodes that come and go, and what it does."""
     run("ip", "link", "add", BRIDGE, "type", "bridge")
     run("ip", "link", "set", BRIDGE, "up")
     nodes: dict[int, Node] = {}
     try:
-        nodes[1] = Node(1, arguments.folder)
+        nodes[1] = Node(1, folder)
         taken = [{"CPU": 1 - room / 100, f"node:{address(number)}": 0.01} for number, room in ROOMS.items()]
         nodes[1].begin([sys.executable, "-c", TAKEN, HEAD, json.dumps(taken)]).wait(LIMIT_S)
-        command = train(arguments.folder, [], nodes[1])
-        watched = Watched(arguments.folder, command)
-        events = come_and_go(watched, nodes, arguments.folder)
-        subprocess.run([*MODULE, "stop", str(watched.folder)], capture_output=True, timeout=LIMIT_S)
-        command.wait(LIMIT_S)
-        twin = arguments.folder / "twin"
-        train(twin, ["run.num_steps=2"], nodes[1]).wait(LIMIT_S)
-        seen, undisturbed = greedy(watched.folder), greedy(twin / "latest")
-        assert len({prompt for prompt, _ in undisturbed}) == len(set(undisturbed)) == NUM_HELD_OUT
-        other = sum(response not in undisturbed for response in seen)
-        found = {
-            **environment(),
-            "phases": watched.phases,
-            "events": events,
-            "checks": checks_of(watched.folder, is_policy=True),
-            "greedy_responses": len(seen),
-            "of_them_other_than_undisturbed": other,
-        }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-        print(json.dumps({name: found[name] for name in list(found)[-3:]}, indent=1))
+        measure(folder, out, ON_NODES, nodes[1].begin, lambda watched: come_and_go(watched, nodes, folder))
     finally:
         for node in nodes.values():
             node.lose()
         run("ip", "link", "delete", BRIDGE)
+
+
+def measure(folder: Path, out: Path, words: Sequence[str], begin: Begin, harm: Callable[[Watched], Any]) -> None:
+    """A run, what it does while workers come and go, and an undisturbed one."""
+    command = train(folder, words, begin)
+    watched = Watched(folder, command)
+    events = harm(watched)
+    subprocess.run([*MODULE, "stop", str(watched.folder)], capture_output=True, timeout=LIMIT_S)
+    command.wait(LIMIT_S)
+    train(folder / "twin", [*words, "run.num_steps=2"], begin).wait(LIMIT_S)
+    seen, undisturbed = greedy(watched.folder), greedy(folder / "twin" / "latest")
+    assert len({prompt for prompt, _ in undisturbed}) == len(set(undisturbed)) == NUM_HELD_OUT
+    found = {
+        **environment(),
+        "phases": watched.phases,
+        "events": events,
+        "workers": re.findall(r"rollout-\S+ (?:serves|handed|has gone).*", watched.log),
+        "checks": checks_of(watched.folder, is_policy=True),
+        "greedy_responses": len(seen),
+        "of_them_other_than_undisturbed": sum(response not in undisturbed for response in seen),
+    }
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps({name: found[name] for name in list(found)[-4:]}, indent=1))
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by-command", action="store_true", help="`slipstream scale` on this machine, without nodes")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/slipstream-nodes"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    shutil.rmtree(arguments.folder, ignore_errors=True)
+    arguments.folder.mkdir()
+    results = ROOT / "bench" / "results"
+    if arguments.by_command:
+        out = arguments.json or results / "scale-cpu.json"
+        measure(arguments.folder, out, ["rollout.num_workers=1"], begin_here, by_command)
+    else:
+        on_nodes(arguments.folder, arguments.json or results / "nodes-cpu.json")
 
 
 if __name__ == "__main__":
