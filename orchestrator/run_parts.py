@@ -31,7 +31,7 @@ from slipstream.orchestrator.files.startup import Startup
 from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.model_folder import complete_export
-from slipstream.orchestrator.loop.ports import StepTrainer
+from slipstream.orchestrator.loop.ports import LoopTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ async def draw(config: RunConfig, folder: RunFolder) -> None:
         await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, PANELS[config.algorithm.objective])
 
 
-async def export_policy(trainer: StepTrainer, config: RunConfig, folder: RunFolder) -> Path | None:
+async def export_policy(trainer: LoopTrainer, config: RunConfig, folder: RunFolder) -> Path | None:
     """What was trained, as others read it, whole or not at all. Returns where; None of a run of no step: it would copy
     what was read. Raises RunTakenOver."""
     if config.run.num_steps == 0:

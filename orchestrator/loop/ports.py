@@ -1,7 +1,7 @@
-"""What the loop calls, as narrow interfaces. In a run a Ray cluster is behind them, in tests small fakes.
+"""What the loop calls. In a run processes are behind it, in tests stand-ins with the same calls.
 
-Owns: the protocols, what each kind of loop gets of them (`LoopServices`, `TaughtServices`), and a stopwatch. Does not
-own the protocol of a rollout worker (replicas.py).
+Owns: the protocol of the trainer, what each kind of loop gets (`LoopServices`, `TaughtServices`), and a stopwatch. Does
+not own the protocol of a rollout worker (replicas.py).
 """
 
 import time
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.loop_state import RunState
@@ -20,16 +19,18 @@ from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import TRAINER, Activities
 from slipstream.orchestrator.inputs.rows.conversations import Lesson
-from slipstream.rollout.agents.episode_runner import FinishedEpisode
-from slipstream.rollout.types import Judgement, Prompt, Rollout
+from slipstream.rollout.agents.episode_runner import EpisodeRunner
+from slipstream.rollout.rewards.runner import RewardRunner
+from slipstream.rollout.teacher import Teacher
+from slipstream.rollout.types import Prompt
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 from slipstream.weight_sync.publish.report import PublishReport
 
 T = TypeVar("T")
 
 
-class StepTrainer(Protocol):
-    """All trainer ranks as one, as every loop calls them (ray_handles.RayTrainerGroup; tests have a fake)."""
+class LoopTrainer(Protocol):
+    """All trainer ranks as one (ray_handles.RayTrainerGroup; tests have a fake)."""
 
     num_ranks: int
 
@@ -51,11 +52,9 @@ class StepTrainer(Protocol):
     async def has_written(self) -> bool: ...
     async def load_state(self, folder: Path) -> None: ...
     async def export(self, folder: Path) -> None: ...
-
-
-class PublishingTrainer(StepTrainer, Protocol):
-    """The same, as reinforcement calls them."""
-
+    async def evaluate(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]: ...
     async def meanwhile(self, work: Awaitable[T]) -> T: ...
     async def score(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], policy_version: int
@@ -66,46 +65,11 @@ class PublishingTrainer(StepTrainer, Protocol):
     async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None: ...
 
 
-class TaughtTrainer(StepTrainer, Protocol):
-    """The same, as fine-tuning calls them."""
-
-    async def evaluate(
-        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
-    ) -> list[LossStats]: ...
-
-
-class Rewards(Protocol):
-    """Judges responses, one judgement per rollout (rollout.rewards.runner.RewardRunner)."""
-
-    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]: ...
-    def take_counts(self) -> dict[str, float]: ...
-
-
-class Teacher(Protocol):
-    """Gives log-probabilities of sampled tokens (rollout.teacher.Teacher)."""
-
-    async def group_logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[list[float] | None]: ...
-    def take_counts(self) -> dict[str, float | None]: ...
-
-
-class Episodes(Protocol):
-    """Runs an agent's episodes (rollout.agents.episode_runner.EpisodeRunner)."""
-
-    @property
-    def first_report(self) -> str:
-        """What the first episode that failed reported."""
-        ...
-
-    async def run_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None
-    ) -> list[FinishedEpisode]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepServices:
     """What every run's loop calls. What is behind a name may live in other processes."""
 
-    trainer: StepTrainer
+    trainer: LoopTrainer
     telemetry: Telemetry
     checkpoints: CheckpointStore
     activities: Activities = field(default_factory=Activities)
@@ -121,7 +85,6 @@ class StepServices:
 class TaughtServices(StepServices):
     """What the loop of fine-tuning calls."""
 
-    trainer: TaughtTrainer
     lessons: Stream[Lesson]
     held_out: Mapping[str, Sequence[Lesson]]
     """By the name of their set, "" for data.eval_path."""
@@ -131,16 +94,15 @@ class TaughtServices(StepServices):
 class LoopServices(StepServices):
     """What the loop of reinforcement calls."""
 
-    trainer: PublishingTrainer
     supervisor: Supervisor
     router: Router
     prompts: Stream[Prompt]
     eval_sets: Mapping[str, Sequence[Prompt]]
     """Held-out prompts by the name of their set, "" for data.eval_path."""
-    rewards: Rewards
+    rewards: RewardRunner
     traces: Path
     """Where the timelines of publishes are written."""
-    episodes: Episodes | None = None
+    episodes: EpisodeRunner | None = None
     """None: one response to each prompt (rollout.agent=null)."""
     teacher: Teacher | None = None
     """None: no distillation (algorithm.distill_coef=0)."""

@@ -8,7 +8,7 @@ from collections import Counter
 
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.loop.ports import Episodes
+from slipstream.rollout.agents.episode_runner import EpisodeRunner
 from slipstream.rollout.types import Group
 
 MAX_UNJUDGED_GROUPS = 8
@@ -30,7 +30,7 @@ class Unjudged:
         episodes: Runs the agent's; None without one.
     """
 
-    def __init__(self, config: RunConfig, episodes: Episodes | None) -> None:
+    def __init__(self, config: RunConfig, episodes: EpisodeRunner | None) -> None:
         self._config = config
         self._episodes = episodes
         self._has_judged = False

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slipstream.conf.schema import RunConfig
-from slipstream.orchestrator.loop.ports import PublishingTrainer, Stopwatch
+from slipstream.orchestrator.loop.ports import LoopTrainer, Stopwatch
 from slipstream.orchestrator.loop.samples import Draft, denominators_of, scored
 from slipstream.trainer.step.microbatches import pack
 from slipstream.trainer.types import LossStats, OptimStats, Sample
@@ -50,9 +50,7 @@ def minibatches(
     return found
 
 
-async def score(
-    trainer: PublishingTrainer, drafts: Sequence[Draft], config: RunConfig, policy_version: int
-) -> list[Draft]:
+async def score(trainer: LoopTrainer, drafts: Sequence[Draft], config: RunConfig, policy_version: int) -> list[Draft]:
     """The drafts with the trainer's log-probabilities before the step's first update."""
     samples = [draft.sample for draft in drafts]
     plan = _plan(samples, trainer, config)
@@ -67,7 +65,7 @@ async def score(
 
 
 async def update(
-    trainer: PublishingTrainer,
+    trainer: LoopTrainer,
     groups: Sequence[Sequence[Sample]],
     config: RunConfig,
     policy_version: int,
@@ -109,7 +107,7 @@ def _share_of(stats: LossStats, num_updates: int) -> LossStats:
     return replace(stats, sums=stats.sums | losses)
 
 
-def _plan(samples: Sequence[Sample], trainer: PublishingTrainer, config: RunConfig) -> list[list[list[int]]]:
+def _plan(samples: Sequence[Sample], trainer: LoopTrainer, config: RunConfig) -> list[list[list[int]]]:
     lengths, options = [sample.num_tokens for sample in samples], config.trainer
     return pack(lengths, trainer.num_ranks, options.max_microbatch_tokens, cp_size=options.cp_size)
 

@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from fakes.loop import FakePrompts, FakeRewards
+from fakes.loop import FakeEpisodes, FakePrompts, FakeRewards, FakeTeacher
 from fakes.memory_transport import MemoryTransport
 from fakes.model_engine import ModelEngine
 from fakes.publish import DictSource, PlainEngine
@@ -16,14 +16,16 @@ from slipstream.fleet.replicas import RolloutHandle
 from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
 from slipstream.orchestrator.data.curriculum import Middling
 from slipstream.orchestrator.data.streams import Mixed, Shuffled, Stream, Streamed
-from slipstream.orchestrator.loop.ports import PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
+from slipstream.orchestrator.loop.ports import LoopTrainer
 from slipstream.orchestrator.push.sender_process import RankProcess
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
+from slipstream.rollout.agents.episode_runner import EpisodeRunner
 from slipstream.rollout.base_replica import BaseReplica
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.rewards.runner import RewardRunner
 from slipstream.rollout.served.client import ServedEngine
+from slipstream.rollout.teacher import Teacher
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.rollout.worker_verbs import WorkerVerbs
 from slipstream.trainer.delivery.adapter_source import AdapterSource
@@ -35,11 +37,8 @@ from slipstream.weight_sync.transport.base import Transport
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 PAIRS = [
-    (StepTrainer, FakeTrainer),
-    (PublishingTrainer, FakeTrainer),
-    (PublishingTrainer, RayTrainerGroup),
-    (TaughtTrainer, FakeTrainer),
-    (TaughtTrainer, RayTrainerGroup),
+    (LoopTrainer, FakeTrainer),
+    (LoopTrainer, RayTrainerGroup),
     (RolloutHandle, FakeWorker),
     (RolloutHandle, RayRolloutWorker),
     (WorkerVerbs, RolloutWorker),
@@ -49,8 +48,6 @@ PAIRS = [
     (Stream, Streamed),
     (Stream, Mixed),
     (Stream, Middling),
-    (Rewards, FakeRewards),
-    (Rewards, RewardRunner),
     (Transport, MemoryTransport),
     (Transport, MooncakeTransport),
     (WeightSource, DictSource),
@@ -84,6 +81,9 @@ def test_every_call_of_a_protocol_has_the_same_parameters_everywhere(protocol: t
 
 
 STAND_INS = [
+    (RewardRunner, FakeRewards),
+    (Teacher, FakeTeacher),
+    (EpisodeRunner, FakeEpisodes),
     (VllmEngine, ModelEngine),
     (VllmEngine, SeededEngine),
     (ServedEngine, NotingEngine),
