@@ -2,9 +2,7 @@
 
 Options come from the dataclasses of conf/schema/ (their docs are the strings under the fields), choices from the YAML
 files under conf/ (their description is the first comment line). `slipstream train --help`, the "did you mean" of error
-messages and docs/options.md are all written from these lists.
-
-Regenerate the page with `python -m slipstream.conf.options > docs/options.md`.
+messages and docs/options.md (docs/options_page.py) are all written from these lists.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import difflib
 import functools
 import inspect
 import re
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,44 +140,6 @@ def show(value: object) -> str:
     return str(value)
 
 
-def render_markdown() -> str:
-    lines = [
-        "# Options",
-        "",
-        "<!-- Written by `python -m slipstream.conf.options > docs/options.md`; a unit test compares the two. -->",
-        "",
-        "Every option of `slipstream train`, from `conf/schema/`. Set one with `section.option=value`; choose a "
-        "preset of a",
-        "section with `group=choice`; see the resulting options with `--cfg job`.",
-        "",
-        "## Groups and their choices",
-        "",
-        "| group | choice | what it is |",
-        "|---|---|---|",
-    ]
-    for group in GROUPS:
-        lines += [f"| {group} | `{choice.name}` | {_cell(choice.doc)} |" for choice in group_choices(group)]
-    for section, doc in section_docs().items():
-        own = [option for option in flat_options() if option.name.rpartition(".")[0] == section]
-        lines += ["", f"## {section}", "", _linked(doc), ""]
-        lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
-        for option in own:
-            default = f"`{show(option.default)}`"
-            lines.append(f"| `{option.name}` | {_cell(option.type_label)} | {_cell(default)} | {_cell(option.doc)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    """A cell of a table. Outside of code spans a `<` would begin an HTML tag."""
-    parts = text.replace("|", "\\|").split("`")
-    return _linked("`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts)))
-
-
-def _linked(text: str) -> str:
-    """`docs/NAME.md` as a link from the page, which lies in docs/ itself."""
-    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
-
-
 def _walk(cls: type, prefix: str) -> Iterable[Option]:
     hints = get_type_hints(cls)
     for item in dataclasses.fields(cls):
@@ -239,7 +198,3 @@ def _first_comment(path: Path) -> str:
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
     return ""
-
-
-if __name__ == "__main__":
-    sys.stdout.write(render_markdown())
