@@ -1,9 +1,11 @@
-"""Rules between options of several sections: one function per rule, each raises one ConfigError.
+"""Rules between options of several sections. What breaks one is told in a sentence: the options, why, and the cure.
 
 Rules of one section are in conf/schema/, rules between options and the model's config.json in model.py, options that
 have no effect because of others in ignored.py. Everything here is pure: it sees a RunConfig and no machine, no file.
 orchestrator/inputs/preflight.py checks what needs a machine or a file.
 """
+
+from collections.abc import Iterator
 
 from slipstream.conf.checks.model import check_architecture
 from slipstream.conf.errors import ConfigError
@@ -32,116 +34,86 @@ MASKS_NOTHING = frozenset({Correction.none, Correction.tis, Correction.sequence_
 
 def check_all(config: RunConfig) -> None:
     """Check every rule that needs no machine and no file, the most basic first."""
-    check_data_is_given(config)
-    check_success_rates_are_known(config)
-    check_tokenizer_is_given(config)
-    if config.algorithm.objective is Objective.policy:
-        check_prompt_and_response_fit(config)
-        check_some_responses_end_by_themselves(config)
-        check_stop_texts_are_found(config)
-        check_overlong_fits_the_response(config)
-        check_rewards_are_given_where_they_count(config)
-        check_transport_fits_device(config)
-        check_processes_can_share_a_gpu(config)
-        check_expert_parallel_engine_has_gpus(config)
-        check_adapter_mode_has_an_adapter(config)
-        check_relay_has_weights_to_pass_on(config)
-        check_best_checkpoint_was_evaluated(config)
-        check_tokens_are_masked_by_one_rule(config)
-        check_bitwise_parity_is_possible(config)
-        check_merged_values_are_the_engines(config)
+    rules = (_of_rows, *((_of_responses, _of_engines, _of_publishes) if _is_policy(config) else ()))
+    for contradiction in (one for of_kind in rules for one in of_kind(config)):
+        raise ConfigError(contradiction)
     if config.model.init is Init.random and config.model.path is None:
         check_architecture(config, config.model.hf_config)
 
 
-def check_data_is_given(config: RunConfig) -> None:
-    if config.data.training_sources:
-        return
-    rows = {
-        Objective.sft: 'conversations, one {"messages": [{"role": ..., "content": ...}, ...]} a row; to try it: '
-        "experiment=sft_quickstart",
-        Objective.dpo: 'pairs, one {"prompt": ..., "chosen": ..., "rejected": ...} a row',
-        Objective.policy: "prompts, or choose data=letters, which ships with Slipstream",
-    }[config.algorithm.objective]
-    raise ConfigError(f"data.path is required: give a .jsonl or .parquet file of {rows}")
+def _is_policy(config: RunConfig) -> bool:
+    return config.algorithm.objective is Objective.policy
 
 
-def check_success_rates_are_known(config: RunConfig) -> None:
-    """Given answers have no rewards to draw rows by."""
+def _of_rows(config: RunConfig) -> Iterator[str]:
     objective = config.algorithm.objective
+    if not config.data.training_sources:
+        rows = {
+            Objective.sft: 'conversations, one {"messages": [{"role": ..., "content": ...}, ...]} a row; to try it: '
+            "experiment=sft_quickstart",
+            Objective.dpo: 'pairs, one {"prompt": ..., "chosen": ..., "rejected": ...} a row',
+            Objective.policy: "prompts, or choose data=letters, which ships with Slipstream",
+        }[objective]
+        yield f"data.path is required: give a .jsonl or .parquet file of {rows}"
     if config.data.order is Order.middling and objective is not Objective.policy:
-        raise ConfigError(
+        yield (
             f"data.order=middling contradicts algorithm={objective}, whose rows have no success rates; set "
             "data.order=shuffled"
         )
-
-
-def check_tokenizer_is_given(config: RunConfig) -> None:
     if config.model.tokenizer is None and config.model.path is None:
-        raise ConfigError(
-            "model.tokenizer is required when model.path is null; give a folder, or model.tokenizer=characters"
-        )
+        yield "model.tokenizer is required when model.path is null; give a folder, or model.tokenizer=characters"
 
 
-def check_prompt_and_response_fit(config: RunConfig) -> None:
-    prompt, response = config.max_prompt_tokens, config.rollout.sampling.max_tokens
-    limit = config.rollout.max_model_len
+def _of_responses(config: RunConfig) -> Iterator[str]:
+    """How long they are, how they end, and what they are worth."""
+    sampling, reward, algorithm = config.rollout.sampling, config.reward, config.algorithm
+    prompt, response, limit = config.max_prompt_tokens, sampling.max_tokens, config.rollout.max_model_len
     if prompt + response > limit:
-        raise ConfigError(
+        yield (
             f"data.max_prompt_tokens={prompt} plus rollout.sampling.max_tokens={response} is {prompt + response} "
-            "tokens, more than "
-            f"rollout.max_model_len={limit}; set rollout.max_model_len={prompt + response}, or shorten one of the "
-            "two; data.max_prompt_tokens=null is what is left"
+            f"tokens, more than rollout.max_model_len={limit}; set rollout.max_model_len={prompt + response}, or "
+            "shorten one of the two; data.max_prompt_tokens=null is what is left"
         )
-
-
-def check_overlong_fits_the_response(config: RunConfig) -> None:
-    """The tokens that are punished are the last ones of a response."""
-    overlong, longest = config.reward.overlong_tokens, config.max_response_tokens
-    if overlong > longest:
-        raise ConfigError(
-            f"reward.overlong_tokens={overlong} exceeds the {longest} tokens of the longest response "
-            "(rollout.sampling.max_tokens; with an agent rollout.episodes.max_tokens): it is how many of them are "
-            "punished; lower it, or raise the other"
-        )
-
-
-def check_rewards_are_given_where_they_count(config: RunConfig) -> None:
-    """Equal rewards teach nothing."""
-    advantage, is_none = config.algorithm.advantage, all(one.kind == "none" for one in config.reward.by_name.values())
-    if is_none and advantage in SHIPPED_ADVANTAGES and advantage != "none":
-        raise ConfigError(
-            f"reward.kind=none contradicts algorithm.advantage={advantage}, which compares rewards; give a reward, or "
-            "choose algorithm=distill"
-        )
-
-
-def check_some_responses_end_by_themselves(config: RunConfig) -> None:
-    """Masking truncated responses needs responses that end before max_tokens."""
-    if config.algorithm.mask_truncated and not config.rollout.sampling.can_end_early:
-        raise ConfigError(
+    if algorithm.mask_truncated and not sampling.can_end_early:
+        yield (
             "algorithm.mask_truncated=true contradicts rollout.sampling.stop_at_eos=false, with which every response "
             "ends by length; set algorithm.mask_truncated=false, or rollout.sampling.stop_at_eos=true"
         )
+    if sampling.stop and (reason := _why_no_stop_texts(config)):
+        yield f"rollout.sampling.stop contradicts {reason}, or give rollout.sampling.stop_token_ids instead"
+    if reward.overlong_tokens > config.max_response_tokens:
+        yield (
+            f"reward.overlong_tokens={reward.overlong_tokens} exceeds the {config.max_response_tokens} tokens of the "
+            "longest response (rollout.sampling.max_tokens; with an agent rollout.episodes.max_tokens): it is how many "
+            "of them are punished; lower it, or raise the other"
+        )
+    has_rewards = any(one.kind != "none" for one in reward.by_name.values())
+    if not has_rewards and algorithm.advantage in SHIPPED_ADVANTAGES and algorithm.advantage != "none":
+        yield (
+            f"reward.kind=none contradicts algorithm.advantage={algorithm.advantage}, which compares rewards; give a "
+            "reward, or choose algorithm=distill"
+        )
 
 
-def check_stop_texts_are_found(config: RunConfig) -> None:
+def _why_no_stop_texts(config: RunConfig) -> str:
     """vLLM looks for them outside of the engine's process, in the text of one request."""
-    if not config.rollout.sampling.stop:
-        return
     sync = config.weight_sync
-    reason = None
     if config.parity.replay_routing:
-        reason = "parity.replay_routing=true: a request that a text ends returns no routes; set it to false"
-    elif sync.mode is SyncMode.adapter and sync.requests_in_flight is not PauseMode.wait:
-        reason = (
+        return "parity.replay_routing=true: a request that a text ends returns no routes; set it to false"
+    if sync.mode is SyncMode.adapter and sync.requests_in_flight is not PauseMode.wait:
+        return (
             f"weight_sync.pause_mode={sync.pause_mode}: a response that goes on in another request could have the "
             "text half in each; set it to wait"
         )
-    if reason is not None:
-        raise ConfigError(
-            f"rollout.sampling.stop contradicts {reason}, or give rollout.sampling.stop_token_ids instead"
-        )
+    return ""
+
+
+def _of_engines(config: RunConfig) -> Iterator[str]:
+    check_transport_fits_device(config)
+    if config.cluster.share_gpu:
+        for reason in _why_no_shared_gpu(config):
+            yield f"cluster.share_gpu=true contradicts {reason}, or cluster.share_gpu=false"
+    check_expert_parallel_engine_has_gpus(config)
 
 
 def check_transport_fits_device(config: RunConfig) -> None:
@@ -152,21 +124,15 @@ def check_transport_fits_device(config: RunConfig) -> None:
         )
 
 
-def check_processes_can_share_a_gpu(config: RunConfig) -> None:
+def _why_no_shared_gpu(config: RunConfig) -> Iterator[str]:
     """NCCL refuses two ranks of a group on one GPU, and an engine's measurement of free memory needs a GPU alone."""
-    if not config.cluster.share_gpu:
-        return
     num_ranks, rollout = config.trainer.num_ranks, config.rollout
-    wrong = {
-        f"trainer.num_ranks={num_ranks}, of which each needs a GPU; set it to 1": num_ranks > 1,
-        f"rollout.tp_size={rollout.tp_size}, of which each rank needs a GPU; set it to 1": rollout.tp_size > 1,
-        "rollout.kv_cache_bytes=null, for which an engine measures what others leave free; set the cache's size": (
-            rollout.kv_cache_bytes is None
-        ),
-    }
-    for reason, is_wrong in wrong.items():
-        if is_wrong:
-            raise ConfigError(f"cluster.share_gpu=true contradicts {reason}, or cluster.share_gpu=false")
+    if num_ranks > 1:
+        yield f"trainer.num_ranks={num_ranks}, of which each needs a GPU; set it to 1"
+    if rollout.tp_size > 1:
+        yield f"rollout.tp_size={rollout.tp_size}, of which each rank needs a GPU; set it to 1"
+    if rollout.kv_cache_bytes is None:
+        yield "rollout.kv_cache_bytes=null, for which an engine measures what others leave free; set the cache's size"
 
 
 def check_expert_parallel_engine_has_gpus(config: RunConfig) -> None:
@@ -195,69 +161,54 @@ def check_adapter_mode_has_an_adapter(config: RunConfig) -> None:
         )
 
 
-def check_best_checkpoint_was_evaluated(config: RunConfig) -> None:
-    """Merged weights change under an evaluation beside training: its figure is of later versions than a checkpoint."""
-    run = config.run
-    if run.keep_best and run.eval_beside and config.weight_sync.mode is SyncMode.merged:
-        raise ConfigError(
-            f"run.keep_best={run.keep_best} contradicts run.eval_beside=true with weight_sync.mode=merged, where "
-            "publishes overwrite the weights that are evaluated; set run.eval_beside=false, or weight_sync.mode=adapter"
-        )
-
-
-def check_tokens_are_masked_by_one_rule(config: RunConfig) -> None:
-    """A second mask beside one of algorithm.correction would leave nobody sure which of the two acts."""
-    correction = config.algorithm.correction
-    if config.parity.mask_log_ratio > 0 and correction not in MASKS_NOTHING:
-        raise ConfigError(
-            f"parity.mask_log_ratio={config.parity.mask_log_ratio:g} contradicts algorithm.correction={correction}, "
-            "which leaves tokens out by the same ratio; set parity.mask_log_ratio=0 and "
-            "algorithm.correction_min and correction_max, or algorithm.correction=tis"
-        )
-
-
-def check_relay_has_weights_to_pass_on(config: RunConfig) -> None:
-    """Relay needs merged weights: an adapter is too small to gain by a second transfer."""
-    if config.weight_sync.relay is Relay.node and config.weight_sync.mode is SyncMode.adapter:
-        raise ConfigError(
+def _of_publishes(config: RunConfig) -> Iterator[str]:
+    """What engines hold, and what is compared with it."""
+    check_adapter_mode_has_an_adapter(config)
+    run, correction, mask = config.run, config.algorithm.correction, config.parity.mask_log_ratio
+    is_adapter = config.weight_sync.mode is SyncMode.adapter
+    if config.weight_sync.relay is Relay.node and is_adapter:
+        yield (
             "weight_sync.relay=node contradicts weight_sync.mode=adapter, whose publishes are too small to gain by a "
             "second transfer; set weight_sync.relay=none, or weight_sync.mode=merged"
         )
-
-
-def check_bitwise_parity_is_possible(config: RunConfig) -> None:
-    """The trainer computes an engine's bits where it can call the engine's kernels on equal inputs."""
-    if not config.is_bitwise:
-        return
-    rollout, sampling = config.rollout, config.rollout.sampling
-    broken = {
-        "rollout.engine_options, which could choose other kernels; remove them": bool(rollout.engine_options),
-        "cluster.device=cpu, which has no batch-invariant kernels; choose cluster.device=cuda": (
-            config.cluster.device is Device.cpu
-        ),
-        f"rollout.tp_size={rollout.tp_size}: an all-reduce adds more than two products in an order of its own; set it "
-        "to 1 or 2": rollout.tp_size > 2,
-        f"rollout.tp_size={rollout.tp_size} with weight_sync.mode=adapter; set it to 1, or the mode to merged": (
-            rollout.tp_size > 1 and config.weight_sync.mode is SyncMode.adapter
-        ),
-        f"rollout.sampling.temperature={sampling.temperature}; set it to 1": sampling.temperature != 1.0,
-        f"model.dtype={config.model.dtype}; set it to bfloat16": config.model.dtype is not DType.bfloat16,
-        "model.engine_format=block_fp8, in which engines compute and the trainer does not; set it to checkpoint": (
-            config.model.engine_format is EngineFormat.block_fp8
-        ),
-        "parity.replay_routing=true: routers that compute an engine's bits choose its experts; set it to false": (
-            config.parity.replay_routing
-        ),
-    }
-    for reason, is_broken in broken.items():
-        if is_broken:
-            raise ConfigError(f"parity=bitwise (trainer.numerics.match) contradicts {reason}, or parity=standard")
-
-
-def check_merged_values_are_the_engines(config: RunConfig) -> None:
-    """Values from merged weights are for engines that hold merged weights."""
-    if config.trainer.numerics.match is Match.merged and config.weight_sync.mode is SyncMode.adapter:
-        raise ConfigError(
+    if run.keep_best and run.eval_beside and not is_adapter:  # the figure would be of later versions
+        yield (
+            f"run.keep_best={run.keep_best} contradicts run.eval_beside=true with weight_sync.mode=merged, where "
+            "publishes overwrite the weights that are evaluated; set run.eval_beside=false, or weight_sync.mode=adapter"
+        )
+    if mask > 0 and correction not in MASKS_NOTHING:
+        yield (
+            f"parity.mask_log_ratio={mask:g} contradicts algorithm.correction={correction}, which leaves tokens out by "
+            "the same ratio; set parity.mask_log_ratio=0 and algorithm.correction_min and correction_max, or "
+            "algorithm.correction=tis"
+        )
+    if config.is_bitwise:
+        for reason in _why_not_bitwise(config):
+            yield f"parity=bitwise (trainer.numerics.match) contradicts {reason}, or parity=standard"
+    if config.trainer.numerics.match is Match.merged and is_adapter:
+        yield (
             "trainer.numerics.match=merged contradicts weight_sync.mode=adapter, whose engines add adapters to the "
             "base; set trainer.numerics.match=engine, or weight_sync.mode=merged"
         )
+
+
+def _why_not_bitwise(config: RunConfig) -> Iterator[str]:
+    """The trainer computes an engine's bits where it can call the engine's kernels on equal inputs."""
+    rollout, temperature, dtype = config.rollout, config.rollout.sampling.temperature, config.model.dtype
+    if rollout.engine_options:
+        yield "rollout.engine_options, which could choose other kernels; remove them"
+    if config.cluster.device is Device.cpu:
+        yield "cluster.device=cpu, which has no batch-invariant kernels; choose cluster.device=cuda"
+    if rollout.tp_size > 2:
+        added = "an all-reduce adds more than two products in an order of its own"
+        yield f"rollout.tp_size={rollout.tp_size}: {added}; set it to 1 or 2"
+    if rollout.tp_size > 1 and config.weight_sync.mode is SyncMode.adapter:
+        yield f"rollout.tp_size={rollout.tp_size} with weight_sync.mode=adapter; set it to 1, or the mode to merged"
+    if temperature != 1.0:
+        yield f"rollout.sampling.temperature={temperature}; set it to 1"
+    if dtype is not DType.bfloat16:
+        yield f"model.dtype={dtype}; set it to bfloat16"
+    if config.model.engine_format is EngineFormat.block_fp8:
+        yield "model.engine_format=block_fp8, in which engines compute and the trainer does not; set it to checkpoint"
+    if config.parity.replay_routing:
+        yield "parity.replay_routing=true: routers that compute an engine's bits choose its experts; set it to false"
