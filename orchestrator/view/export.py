@@ -19,7 +19,7 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.files.outputs import write_output
 from slipstream.orchestrator.view.run_reader import RunReader
 from slipstream.orchestrator.view.sample_index import PAGE, SampleQuery
-from slipstream.orchestrator.view.server import MODULES, page_file
+from slipstream.orchestrator.view.server import MODULES, answer, page_file
 
 MOST_SAMPLE_BYTES = 16 << 20
 """Bytes of samples of each run, as JSON."""
@@ -46,7 +46,7 @@ def write_page(readers: Sequence[RunReader], path: Path) -> int:
 
 
 def snapshot(reader: RunReader) -> JsonObject:
-    """What the file has of one run."""
+    """What the file has of one run: "answers" has what a server's addresses would say (server.answer)."""
     timelines = reader.steps_with_timeline()
     steps = timelines["steps"][-MOST_TIMELINES:]
     traces = timelines["traces"][-1:]
@@ -54,24 +54,24 @@ def snapshot(reader: RunReader) -> JsonObject:
     return {
         "summary": {**reader.summary(), "state": "exported"},
         "metrics": reader.metrics(None, 0),
-        "options": reader.options,
-        "environment": reader.environment(),
-        "fleet": reader.fleet(),
-        "timeline": {"steps": steps, "traces": traces},
-        "timelines": {str(step): reader.timeline(step) for step in steps},
-        "trace": {name: reader.trace(name) for name in traces},
         "all_samples": reader.samples(SampleQuery())["all"],
         "samples": listed,
-        "details": details,
+        "answers": {
+            **{what: answer(reader, what, None, {}) for what in ("options", "environment", "fleet")},
+            "timeline": {"steps": steps, "traces": traces},
+            **{f"timeline/{step}": reader.timeline(step) for step in steps},
+            **{f"trace/{name}": reader.trace(name) for name in traces},
+            **{f"sample/{number}": found for number, found in details.items()},
+        },
     }
 
 
-def samples_of(reader: RunReader) -> tuple[list[JsonObject], JsonObject]:
+def samples_of(reader: RunReader) -> tuple[list[JsonObject], dict[int, JsonObject]]:
     """Rows of the list, and by number what is shown when they are opened."""
     queries = [SampleQuery(order=order) for order in SAMPLE_ORDERS]
     queries += [SampleQuery(flags=1), SampleQuery(kind="held-out"), SampleQuery(has_turns=True)]
     listed: dict[int, JsonObject] = {}
-    details: JsonObject = {}
+    details: dict[int, JsonObject] = {}
     left = MOST_SAMPLE_BYTES
     pages = [reader.samples(query)["rows"] for query in queries]
     in_turn = [page[place] for place in range(PAGE) for page in pages if place < len(page)]
@@ -84,7 +84,7 @@ def samples_of(reader: RunReader) -> tuple[list[JsonObject], JsonObject]:
             break
         left -= size
         listed[row["number"]] = row
-        details[str(row["number"])] = found
+        details[row["number"]] = found
     return [listed[number] for number in sorted(listed, reverse=True)], details
 
 

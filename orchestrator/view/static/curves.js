@@ -1,6 +1,6 @@
 // Curves: one chart per panel, all runs in it. Colour is the run, or the metric where there is one run.
 
-import { choice, element, replace } from "./dom.js";
+import { choice, element, plotted, replace } from "./dom.js";
 import { bytes, colourOf, figure, visible } from "./format.js";
 
 const PANELS = [
@@ -74,7 +74,7 @@ export class Curves {
     const lacks = table && names.some((name) => !table.names.has(name));
     if (!table || table.generation !== run.generation || lacks) table = { generation: run.generation, names: new Set(names), steps: [], columns: {} };
     if (table.steps.length < run.rows || !this.tables.has(run.number) || lacks) {
-      const news = await this.page.source.metrics(run.number, [...table.names], table.steps.length);
+      const news = await this.page.ask(run, "metrics", { names: [...table.names].join(","), after_row: table.steps.length });
       if (news.generation !== table.generation) table = { generation: news.generation, names: new Set(names), steps: [], columns: {} };
       for (const name of Object.keys(news.columns)) {
         const before = table.columns[name] ?? new Array(table.steps.length).fill(null);
@@ -133,25 +133,19 @@ export class Curves {
 
   plot(panel, series, holder) {
     const unit = panel.unit ?? figure;
-    const style = getComputedStyle(document.documentElement);
-    const axis = { stroke: style.getPropertyValue("--soft"), grid: { stroke: style.getPropertyValue("--line"), width: 1 }, ticks: { stroke: style.getPropertyValue("--line") }, font: "11px system-ui, DejaVu Sans, sans-serif" };
     const isLog = panel.log === true;
-    const plot = new uPlot({
-      width: Math.max(holder.clientWidth, 300), height: HEIGHT,
+    const ofLog = isLog ? { filter: decades, grid: { filter: decades }, ticks: { filter: decades } } : {};
+    const plot = plotted(holder, HEIGHT, [{ size: 30 }, { ...ofLog, size: 62, values: (_, ticks) => ticks.map((value) => (value === null ? "" : unit(value))) }], {
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: (_, low, high) => bounds(low, high, panel.zero) } },
-      axes: [{ ...axis, size: 30 }, { ...axis, ...(isLog ? { filter: decades, grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades } } : {}), size: 62, values: (_, ticks) => ticks.map((value) => (value === null ? "" : unit(value))) }],
       series: [{ label: "step" }, ...series.map((one) => ({
         label: visible(one.label), stroke: one.colour, dash: one.dash, width: 1.6, spanGaps: true,
         value: (_, value) => (value === null ? "\u2013" : unit(value)),
         points: { show: (self, index) => isSparse(self.data[index]), size: 5 },
       }))],
       hooks: { setSelect: [(self) => { self.isZoomed = self.select.width > 0; }] },
-    }, this.data(series), holder);
+    }, this.data(series));
     plot.over.addEventListener("dblclick", () => { plot.isZoomed = false; });
-    new ResizeObserver(() => {
-      if (holder.clientWidth > 0 && holder.clientWidth !== plot.width) plot.setSize({ width: holder.clientWidth, height: HEIGHT });
-    }).observe(holder);
     return plot;
   }
 

@@ -16,6 +16,25 @@ export function drawingWidth() {
   return Math.max(document.getElementById("view").clientWidth - 70, 480);
 }
 
+/** Words beside a spot of a colour; null: of none. */
+export function swatch(colour, words) {
+  const spot = element("span", { class: "swatch" });
+  spot.style.background = colour ?? "transparent";
+  return element("span", {}, spot, words);
+}
+
+/** A chart of uPlot in a card's colours, as wide as its holder stays. `axes`: what the axes of x and y have of their own. */
+export function plotted(holder, height, axes, options, data) {
+  const style = getComputedStyle(document.documentElement);
+  const axis = { stroke: style.getPropertyValue("--soft"), grid: { stroke: style.getPropertyValue("--line"), width: 1 }, ticks: { stroke: style.getPropertyValue("--line") }, font: "11px system-ui, DejaVu Sans, sans-serif" };
+  const both = axes.map((own) => ({ ...axis, ...own, grid: { ...axis.grid, ...own.grid }, ticks: { ...axis.ticks, ...own.ticks } }));
+  const plot = new uPlot({ width: Math.max(holder.clientWidth, 300), height, axes: both, ...options }, data, holder);
+  new ResizeObserver(() => {
+    if (holder.clientWidth > 0 && holder.clientWidth !== plot.width) plot.setSize({ width: holder.clientWidth, height });
+  }).observe(holder);
+  return plot;
+}
+
 export function replace(parent, ...children) {
   parent.replaceChildren(...children);
 }

@@ -1,7 +1,8 @@
 // Rollout workers: their state, the version that each serves, tokens per second, and what happened to them.
 
-import { drawingWidth, element, replace, shape, tip } from "./dom.js";
-import { clock, colourOf, figure, seconds, visible } from "./format.js";
+import { element, plotted, replace, swatch } from "./dom.js";
+import { clock, colourOf, figure, visible } from "./format.js";
+import { bar, drawLanes, legend } from "./timeline.js";
 
 const FILLS = { "serving": "#009e73", "up": "#56b4e9", "starting": "#e69f00", "restarting": "#e69f00", "waits for a publish": "#8c6bb1", "hands over": "#8c6bb1", "gone": "#6b7280", "failed": "#d55e00", "out of service": "#6b7280" };
 const HEIGHT = 200;
@@ -20,7 +21,7 @@ export class Fleet {
   async update() {
     const run = this.page.oneRun();
     if (!run) return;
-    const fleet = await this.page.source.fleet(run.number);
+    const fleet = await this.page.ask(run, "fleet");
     const drawn = JSON.stringify([run.number, fleet]);
     if (drawn === this.drawn) return;
     this.drawn = drawn;
@@ -31,7 +32,7 @@ export class Fleet {
     const versions = element("div", { class: "plot" });
     const rates = element("div", { class: "plot" });
     replace(this.main, element("div", { class: "bar" }, this.page.runChoice()),
-      element("section", { class: "card", id: "workers-card" }, element("h2", {}, "Rollout workers"), table(fleet), strips(fleet.workers)),
+      element("section", { class: "card", id: "workers-card" }, element("h2", {}, "Rollout workers"), table(fleet), states(fleet.workers)),
       element("div", { class: "grid two" },
         element("section", { class: "card" }, element("h2", {}, "Policy version that each worker serves"), versions),
         element("section", { class: "card" }, element("h2", {}, "Tokens per second of each worker"), rates)),
@@ -49,39 +50,25 @@ function table(fleet) {
     element("tbody", {}, ...fleet.workers.map((worker) => {
       const isBehind = worker.version !== null && newest !== null && worker.version < newest;
       return element("tr", {}, element("td", {}, `rollout-${worker.worker}`), element("td", {}, visible(worker.name)),
-        element("td", {}, swatch(FILLS[worker.state] ?? "#6b7280"), worker.state),
+        element("td", {}, swatch(fillOf(worker.state), worker.state)),
         element("td", { class: "number" }, figure(worker.version), isBehind ? element("span", { class: "badge bad" }, `newest is ${newest}`) : null),
         element("td", { class: "number" }, figure(worker.restarts)), element("td", { class: "number" }, figure(worker.tokens)));
     })));
 }
 
-function swatch(colour) {
-  const made = element("span", { class: "swatch" });
-  made.style.background = colour;
-  return made;
+function fillOf(state) {
+  return FILLS[state] ?? "#6b7280";
 }
 
-/** One strip per worker: its state over the time of the run. */
-function strips(workers) {
+/** A lane per worker: its states over the time of the run. */
+function states(workers) {
   const stretches = workers.flatMap((worker) => worker.stretches);
   if (stretches.length === 0) return null;
   const first = Math.min(...stretches.map(([from]) => from));
   const last = Math.max(...stretches.map(([, to]) => to));
-  const left = 92;
-  const width = drawingWidth();
-  const x = (at) => left + ((at - first) / Math.max(last - first, 1e-9)) * (width - left - 12);
-  const drawing = shape("svg", { class: "lanes", role: "img", "aria-label": "states of the workers" });
-  workers.forEach((worker, row) => {
-    const top = 18 + row * 24;
-    drawing.append(shape("text", { x: left - 10, y: top + 13, "text-anchor": "end" }, `rollout-${worker.worker}`));
-    for (const [from, to, state] of worker.stretches) {
-      const box = shape("rect", { x: x(from), y: top, width: Math.max(x(to) - x(from), 1), height: 17, rx: 2, fill: FILLS[state] ?? "#6b7280" });
-      drawing.append(tip(box, `${state} for ${seconds(to - from)}\n${clock(from)} to ${clock(to)}`));
-    }
-  });
-  drawing.append(shape("text", { class: "tick", x: left, y: 11 }, clock(first)), shape("text", { class: "tick", x: width - 12, y: 11, "text-anchor": "end" }, clock(last)));
-  drawing.setAttribute("viewBox", `0 0 ${width} ${24 + workers.length * 24}`);
-  return element("div", {}, drawing, element("div", { class: "legend" }, ...[...new Set(stretches.map(([, , state]) => state))].map((state) => element("span", {}, swatch(FILLS[state] ?? "#6b7280"), state))));
+  const lanes = workers.map((worker) => ({ who: `rollout-${worker.worker}`, bars: worker.stretches.map(([from, to, state]) => bar(state, from - first, to - first, "")) }));
+  const kinds = [...new Set(stretches.map(([, , state]) => state))];
+  return element("div", {}, drawLanes(lanes, last - first, "states of the workers", fillOf, (at) => clock(first + at)), legend(kinds, fillOf));
 }
 
 function events(workers) {
@@ -101,16 +88,10 @@ function plot(holder, named, isStepped) {
     const known = new Map(points);
     return times.map((at) => known.get(at) ?? null);
   });
-  const style = getComputedStyle(document.documentElement);
-  const axis = { stroke: style.getPropertyValue("--soft"), grid: { stroke: style.getPropertyValue("--line"), width: 1 }, ticks: { stroke: style.getPropertyValue("--line") }, font: "11px system-ui, DejaVu Sans, sans-serif" };
-  const made = new uPlot({
-    width: Math.max(holder.clientWidth, 300), height: HEIGHT, axes: [{ ...axis, size: 42 }, { ...axis, size: 56 }],
+  plotted(holder, HEIGHT, [{ size: 42 }, { size: 56 }], {
     series: [{}, ...named.map(([name], number) => ({
       label: name, stroke: colourOf(number), width: 1.6, spanGaps: true, points: { show: false }, dash: isStepped && number % 2 ? [7, 5] : [],
       paths: isStepped ? uPlot.paths.stepped({ align: 1 }) : undefined, value: (_, value) => figure(value),
     }))],
-  }, [times, ...columns], holder);
-  new ResizeObserver(() => {
-    if (holder.clientWidth > 0 && holder.clientWidth !== made.width) made.setSize({ width: holder.clientWidth, height: HEIGHT });
-  }).observe(holder);
+  }, [times, ...columns]);
 }

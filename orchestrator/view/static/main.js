@@ -37,6 +37,11 @@ class Page {
     return this.runs.filter((run) => !this.hidden.has(run.number));
   }
 
+  /** What a run's folder says of something. */
+  ask(run, what, words) {
+    return this.source.get(`runs/${run.number}/${what}`, words);
+  }
+
   /** The run of views that show one. */
   oneRun() {
     return this.runs[this.chosen];
@@ -60,8 +65,8 @@ class Page {
   }
 
   async read() {
-    const found = await this.source.runs();
-    this.runs = found.map((run, number) => ({ ...run, number, colour: colourOf(number) }));
+    const found = await this.source.get("runs");
+    this.runs = found.runs.map((run, number) => ({ ...run, number, colour: colourOf(number) }));
     const chips = this.runs.map((run) => {
       const dot = element("span", { class: "dot" });
       dot.style.background = run.colour;

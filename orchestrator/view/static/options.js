@@ -13,8 +13,8 @@ export class Options {
   async show(main) {
     this.main = main;
     const runs = this.page.shownRuns();
-    this.columns = await Promise.all(runs.map((run) => this.page.source.options(run.number)));
-    this.facts = await Promise.all(runs.map((run) => this.page.source.environment(run.number)));
+    this.columns = await Promise.all(runs.map((run) => this.page.ask(run, "options")));
+    this.facts = await Promise.all(runs.map((run) => this.page.ask(run, "environment")));
     this.onlyDiffering = runs.length > 1;
     this.draw();
   }

@@ -1,6 +1,6 @@
 // One sample: what was given, and every sampled token in the colour of a figure.
 
-import { choice, element, replace, tip } from "./dom.js";
+import { choice, element, replace, swatch, tip } from "./dom.js";
 import { colourOf, figure, visible } from "./format.js";
 
 const COLOURINGS = [["log_ratio", "trainer's minus engine's log-probability"], ["log_ratio_here", "the same, by the largest here"], ["probability", "engine's probability"], ["version", "policy version"], ["advantage", "advantage"], ["none", "nothing"]];
@@ -21,7 +21,7 @@ export class Detail {
   async open(holder, run, number, openSibling) {
     const asked = { run, number };
     this.asked = asked;
-    const found = await this.page.source.sample(run.number, number);
+    const found = await this.page.ask(run, `sample/${number}`);
     if (this.asked !== asked) return;
     this.shown = asked;
     this.holder = holder;
@@ -46,7 +46,7 @@ export class Detail {
 
   async more() {
     const shown = this.shown;
-    const next = await this.page.source.sample(shown.run.number, shown.number, { first_token: this.tokens.length });
+    const next = await this.page.ask(shown.run, `sample/${shown.number}`, { first_token: this.tokens.length });
     if (this.shown !== shown) return;
     this.tokens = this.tokens.concat(columnsOf(next.tokens));
     this.draw();
@@ -54,7 +54,7 @@ export class Detail {
 
   async moreText(part, segment, name) {
     const shown = this.shown;
-    const next = await this.page.source.sample(shown.run.number, shown.number, { first_char: part.from + part.text.length });
+    const next = await this.page.ask(shown.run, `sample/${shown.number}`, { first_char: part.from + part.text.length });
     if (this.shown !== shown) return;
     const place = this.found.segments.indexOf(segment);
     const further = next.segments[place][name];
@@ -124,11 +124,7 @@ export class Detail {
 
   legend() {
     const box = element("div", { class: "legend" });
-    const sample = (colour, words) => {
-      const swatch = element("span", { class: "swatch" });
-      swatch.style.background = colour ?? "transparent";
-      box.append(element("span", {}, swatch, words));
-    };
+    const sample = (colour, words) => box.append(swatch(colour, words));
     if (this.colouring.startsWith("log_ratio")) {
       const largest = this.largest();
       for (const value of [-1, -0.1, -0.01, -0.001, 0.001, 0.01, 0.1, 1]) sample(signed(value, strength(value * largest, largest)), figure(value * largest));

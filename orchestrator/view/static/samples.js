@@ -3,8 +3,8 @@
 import { choice, element, numberBox, replace, tick } from "./dom.js";
 import { bytes, figure, visible } from "./format.js";
 import { Detail } from "./sample_detail.js";
+import { ORDERS } from "./source.js";
 
-const ORDERS = ["newest", "oldest", "worst k3", "worst token k3", "highest reward", "lowest reward", "highest advantage", "lowest advantage", "longest", "shortest", "stalest"];
 const COLUMNS = [["step", "step"], ["kind", "kind"], ["prompt", "prompt_id"], ["reward", "reward"], ["advantage", "advantage"], ["k3", "k3"], ["largest k3", "k3_max"], ["tokens", "num_tokens"], ["stale", "staleness"]];
 
 export class Samples {
@@ -29,7 +29,7 @@ export class Samples {
     const asked = JSON.stringify([run.number, run.samples, this.query]);
     if (asked === this.asked && this.drawn) return;
     this.asked = asked;
-    const found = await this.page.source.samples(run.number, this.query);
+    const found = await this.page.ask(run, "samples", this.query);
     if (asked !== this.asked) return;
     this.drawn = "yes";
     this.draw(run, found);
@@ -44,7 +44,7 @@ export class Samples {
     const query = this.query;
     const flag = (label, name) => tick(label, query[name] === "1", (value) => this.change(name, value ? "1" : ""));
     return element("div", { class: "bar" }, this.page.runChoice(),
-      choice("order", ORDERS.map((order) => [order, order]), query.order, (value) => this.change("order", value)),
+      choice("order", Object.keys(ORDERS).map((order) => [order, order]), query.order, (value) => this.change("order", value)),
       choice("kind", [["", "all"], ["training", "training"], ["held-out", "held-out"]], query.kind, (value) => this.change("kind", value)),
       flag("truncated", "truncated"), flag("no reward", "failed"), flag("episodes", "turns"),
       numberBox("from step", query.first_step, (value) => this.change("first_step", value)),

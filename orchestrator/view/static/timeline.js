@@ -1,6 +1,6 @@
 // The timeline of a step, who waited for whom, its publish beside the watermark, and the trace of a publish.
 
-import { choice, drawingWidth, element, numberBox, replace, shape, tip } from "./dom.js";
+import { choice, drawingWidth, element, numberBox, replace, shape, swatch, tip } from "./dom.js";
 import { bytes, clock, seconds, visible } from "./format.js";
 
 const FILLS = {
@@ -28,7 +28,7 @@ export class Timeline {
   async update() {
     const run = this.page.oneRun();
     if (!run) return;
-    const known = await this.page.source.timelineSteps(run.number);
+    const known = await this.page.ask(run, "timeline");
     if (known.steps.length === 0) {
       replace(this.main, this.page.runChoice(), element("p", { class: "empty" }, "This run has no timeline.jsonl yet: a row is written after every step."));
       return;
@@ -37,7 +37,7 @@ export class Timeline {
     const step = this.step !== null && known.steps.includes(this.step) ? this.step : last;
     const drawn = JSON.stringify([run.number, step, known.traces, this.traceName]);
     if (drawn === this.drawn) return;
-    const found = await this.page.source.timeline(run.number, step);
+    const found = await this.page.ask(run, `timeline/${step}`);
     replace(this.main, this.bar(run, known, step), this.stepCard(found), this.publishCard(found.row));
     if (known.traces.length > 0) await this.traceCard(run, known.traces);
     this.drawn = drawn;
@@ -118,7 +118,7 @@ export class Timeline {
 
   async traceCard(run, names) {
     const name = names.includes(this.traceName) ? this.traceName : names[names.length - 1];
-    const trace = await this.page.source.trace(run.number, name);
+    const trace = await this.page.ask(run, `trace/${name}`);
     const lanes = tracedLanes(trace.traceEvents ?? []);
     const length = Math.max(0, ...lanes.flatMap((lane) => lane.bars.map((one) => one.to)));
     this.main.append(element("section", { class: "card", id: "trace-card" },
@@ -129,7 +129,7 @@ export class Timeline {
   }
 }
 
-function bar(what, from, to, about) {
+export function bar(what, from, to, about) {
   return { what, from, to, about };
 }
 
@@ -169,7 +169,8 @@ export function packed(bars) {
   });
 }
 
-function drawLanes(lanes, length, label) {
+/** `fill`: the colour of a bar, by what it is. `told`: a time in words. */
+export function drawLanes(lanes, length, label, fill = fillOf, told = seconds) {
   const width = drawingWidth();
   const left = Math.max(LEFT, ...lanes.map((lane) => lane.who.length * 6.6 + 12));
   const scale = (width - left - 12) / Math.max(length, 1e-9);
@@ -185,9 +186,9 @@ function drawLanes(lanes, length, label) {
     for (const one of bars) {
       const box = shape("rect", {
         x: x(one.from), y: top + one.row * height, width: Math.max(x(one.to) - x(one.from), 0.7), height: height - 1, rx: 2,
-        fill: fillOf(one.what), "fill-opacity": one.what === "idle" ? 0.35 : 0.9, "data-what": one.what,
+        fill: fill(one.what), "fill-opacity": one.what === "idle" ? 0.35 : 0.9, "data-what": one.what,
       });
-      drawing.append(tip(box, visible(`${lane.who}: ${one.what} ${one.about}\n${seconds(one.to - one.from)}, from ${seconds(one.from)} to ${seconds(one.to)}`)));
+      drawing.append(tip(box, visible(`${lane.who}: ${one.what} ${one.about}\n${seconds(one.to - one.from)}, from ${told(one.from)} to ${told(one.to)}`)));
       if (rows === 1 && (x(one.to) - x(one.from)) > one.what.length * 6.4 + 10) {
         drawing.append(shape("text", { class: "inside", x: x(one.from) + 5, y: top + 14 }, visible(one.what)));
       }
@@ -197,7 +198,7 @@ function drawLanes(lanes, length, label) {
   for (let number = 0; number <= 5; number += 1) {
     const at = (length * number) / 5;
     drawing.prepend(shape("line", { class: "rule", x1: x(at), x2: x(at), y1: 16, y2: top - 4 }));
-    drawing.append(shape("text", { class: "tick", x: x(at), y: 11, "text-anchor": number === 5 ? "end" : number === 0 ? "start" : "middle" }, seconds(at)));
+    drawing.append(shape("text", { class: "tick", x: x(at), y: 11, "text-anchor": number === 5 ? "end" : number === 0 ? "start" : "middle" }, told(at)));
   }
   drawing.setAttribute("viewBox", `0 0 ${width} ${top}`);
   return drawing;
@@ -209,10 +210,6 @@ function fillOf(what) {
   return Object.values(FILLS)[hash % 8];
 }
 
-function legend(kinds) {
-  return element("div", { class: "legend" }, ...kinds.map((kind) => {
-    const swatch = element("span", { class: "swatch" });
-    swatch.style.background = fillOf(kind);
-    return element("span", {}, swatch, kind);
-  }));
+export function legend(kinds, fill = fillOf) {
+  return element("div", { class: "legend" }, ...kinds.map((kind) => swatch(fill(kind), kind)));
 }
