@@ -54,11 +54,12 @@ class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are ConfigErrors, so that they look like every other mistake.
 
     Args:
-        text: Of texts.py.
+        text: Of texts.py, whose usage line explains the positional words.
         has_topics: Whether --help takes one.
+        words: Name -> type of each positional word, none of which argparse asks for.
     """
 
-    def __init__(self, text: str, *, has_topics: bool = False) -> None:
+    def __init__(self, text: str, *, has_topics: bool = False, **words: type) -> None:
         usage, _, about = text.partition("\n\n")
         about, _, end = about.partition("\n{flags}\n")
         super().__init__(
@@ -72,17 +73,14 @@ class Parser(argparse.ArgumentParser):
         )
         if not has_topics:
             self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
+        for name, kind in words.items():
+            self.add_argument(name, type=kind, nargs="?", help=argparse.SUPPRESS)
 
     def example(self) -> str:
         """The first example of the command's help, a whole command without what follows it."""
         lines = (line.strip() for line in (self.description or "").splitlines())
         first = next(line for line in lines if line.startswith(f"{self.prog} "))
         return re.split(r"  +| && ", first)[0]
-
-    def positional(self, name: str, **more: Any) -> None:
-        """A path that the command's usage line explains."""
-        common: dict[str, Any] = {"type": Path, "nargs": "?", "help": argparse.SUPPRESS}
-        self.add_argument(name, **(common | more))
 
     def flags(self, title: str = "flags") -> Add:
         """Begin a group of flags. Returns what adds one to it."""
@@ -131,8 +129,7 @@ def train() -> Parser:
 
 
 def resume() -> Parser:
-    parser = Parser(texts.RESUME)
-    parser.positional("run", type=str)
+    parser = Parser(texts.RESUME, run=str)
     _start_nothing(parser.flags())
     return parser
 
@@ -140,8 +137,7 @@ def resume() -> Parser:
 def stop() -> Parser:
     from slipstream.orchestrator.control.stop_request import STOP_TIMEOUT_S
 
-    parser = Parser(texts.STOP)
-    parser.positional("run")
+    parser = Parser(texts.STOP, run=Path)
     flag = parser.flags()
     flag("--timeout-s", positive, "S", "longest wait for the end; default %(default)g", default=STOP_TIMEOUT_S)
     return parser
@@ -151,9 +147,8 @@ def launch() -> Parser:
     """Flags of `slipstream launch`; their destinations are the fields of LaunchOptions."""
     from slipstream.orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions
 
-    parser = Parser(texts.LAUNCH)
+    parser = Parser(texts.LAUNCH, target=str)
     parser.set_defaults(**_defaults(LaunchOptions))
-    parser.positional("target", type=str)
     flag = parser.flags("flags: machines")
     flag("--gpus-per-node", count, "N", "GPUs of a machine; default %(default)s")
     kinds = f"SkyPilot's name ({DEFAULT_GPU}), SLURM's type of GPU, or the value of Kubernetes' label"
@@ -208,9 +203,8 @@ def push() -> Parser:
     """Flags of `slipstream push`; their destinations are the fields of PushOptions."""
     from slipstream.orchestrator.push.push_options import DELTA_MIB, PushOptions
 
-    parser = Parser(texts.PUSH)
+    parser = Parser(texts.PUSH, checkpoint=Path)
     parser.set_defaults(**_defaults(PushOptions))
-    parser.positional("checkpoint")
     flag = parser.flags("flags: engines to start")
     flag("--start", count, "N", "how many; they live until this command ends (Ctrl-C), unless --once")
     flag("--tp", count, "N", "GPUs of one engine; default %(default)s", dest="tp_size")
@@ -265,8 +259,7 @@ def parity() -> Parser:
 
 
 def record() -> Parser:
-    parser = Parser(texts.RECORD)
-    parser.positional("model")
+    parser = Parser(texts.RECORD, model=Path)
     flag = parser.flags()
     flag("--tp", count, "N", "ranks of the engine; default %(default)s", default=1)
     flag("--expert-parallel", bool, None, "whole experts on every rank")
@@ -296,8 +289,7 @@ def evaluate() -> Parser:
 
 
 def merge() -> Parser:
-    parser = Parser(texts.MERGE)
-    parser.positional("run")
+    parser = Parser(texts.MERGE, run=Path)
     flag = parser.flags()
     flag("--checkpoint", str, "C", f"{_CHECKPOINT} %(default)s", default="newest")
     flag("--output", Path, "DIR", "a folder that is not there yet; RUN/merged")
@@ -305,8 +297,8 @@ def merge() -> Parser:
 
 
 def status() -> Parser:
-    parser = Parser(texts.STATUS)
-    parser.positional("run", default=Path("runs/latest"))
+    parser = Parser(texts.STATUS, run=Path)
+    parser.set_defaults(run=Path("runs/latest"))
     flag = parser.flags()
     flag("--json", bool, None, "the same for programs")
     flag("--curves", bool, None, "draw RUN/curves.png from the rows so far")
@@ -315,7 +307,7 @@ def status() -> Parser:
 
 def view() -> Parser:
     parser = Parser(texts.VIEW)
-    parser.positional("runs", nargs="*")
+    parser.add_argument("runs", type=Path, nargs="*", help=argparse.SUPPRESS)
     flag = parser.flags()
     flag("--port", int, "N", "port on 127.0.0.1; default: any that is free", default=0)
     flag("--export", Path, "FILE.html", "write one file that any browser opens, and serve nothing")
@@ -323,35 +315,26 @@ def view() -> Parser:
 
 
 def recover() -> Parser:
-    parser = Parser(texts.RECOVER)
-    parser.positional("run")
+    parser = Parser(texts.RECOVER, run=Path)
     worker = "this worker, whatever its state; without it: every worker that is out of service"
     parser.flags()("--worker", int, "N", worker)
     return parser
 
 
 def scale() -> Parser:
-    parser = Parser(texts.SCALE)
-    parser.positional("run")
-    parser.positional("wanted", type=str)
-    return parser
+    return Parser(texts.SCALE, run=Path, wanted=str)
 
 
 def drain() -> Parser:
-    parser = Parser(texts.DRAIN)
-    parser.positional("run")
-    parser.positional("worker", type=str)
-    return parser
+    return Parser(texts.DRAIN, run=Path, worker=str)
 
 
 def chaos() -> Parser:
     """Flags of `slipstream chaos`; their destinations are the fields of ChaosOptions."""
     from slipstream.orchestrator.chaos.command import ChaosOptions
 
-    parser = Parser(texts.CHAOS)
+    parser = Parser(texts.CHAOS, run=Path, victims=str)
     parser.set_defaults(**_defaults(ChaosOptions))
-    parser.positional("run")
-    parser.positional("victims", type=str)
     flag = parser.flags("flags: what is done")
     flag("--list", bool, None, "show whom there is to harm on this machine, with process ids; harms nobody")
     ways = "kill (SIGKILL), stop (SIGSTOP, then SIGCONT), term (SIGTERM), slow, cut, fill; default %(default)s"

@@ -49,34 +49,32 @@ def view(flags: argparse.Namespace, _: list[str]) -> int:
     return EXIT_OK
 
 
-def recover(flags: argparse.Namespace, _: list[str]) -> int:
+def _ask(run: Path, what: str, **facts: object) -> int:
     from slipstream.orchestrator.control.control_folder import ask
 
-    print("\n".join(ask(flags.run, {"ask": "recover", "worker": flags.worker})))
+    print("\n".join(ask(run, {"ask": what, **facts})))
     return EXIT_OK
 
 
-def scale(flags: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.orchestrator.control.control_folder import ask
+def recover(flags: argparse.Namespace, _: list[str]) -> int:
+    return _ask(flags.run, "recover", worker=flags.worker)
 
+
+def scale(flags: argparse.Namespace, _: list[str]) -> int:
     wanted: str | None = flags.wanted
     name, *_, number = (wanted or "").partition("=")
     if name != "rollout" or not number.removeprefix("-").isdecimal():
         given = "nothing" if wanted is None else repr(wanted)
         raise ConfigError(f"slipstream scale needs rollout=N after the run folder, e.g. rollout=3, got {given}")
-    print("\n".join(ask(flags.run, {"ask": "scale", "rollout": int(number)})))
-    return EXIT_OK
+    return _ask(flags.run, "scale", rollout=int(number))
 
 
 def drain(flags: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.orchestrator.control.control_folder import ask
-
     number = (flags.worker or "").removeprefix("rollout-")
     if not number.isdecimal():
         given = "nothing" if flags.worker is None else repr(flags.worker)
         raise ConfigError(f"slipstream drain needs a rollout worker after the run folder, e.g. rollout-1, got {given}")
-    print("\n".join(ask(flags.run, {"ask": "drain", "worker": int(number)})))
-    return EXIT_OK
+    return _ask(flags.run, "drain", worker=int(number))
 
 
 def chaos(flags: argparse.Namespace, _: list[str]) -> int:
