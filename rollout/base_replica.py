@@ -1,7 +1,7 @@
 """A rollout worker's side of a publish of the engine's own weights, and of a recovery of them from another worker.
 
     pause(v)     no new groups; the engine stands still
-    begin(v)     every rank DIRTY -> addresses to write to; KV blocks are dropped while bytes arrive
+    begin(v)     every rank DIRTY -> where to write; KV blocks are dropped while bytes arrive
     verify       every rank proves its bytes
     commit(v)    every rank CLEAN(v); outputs from before the pause are stamped; the version moves; the engine resumes
     abort        stays paused and DIRTY until a later begin..commit succeeds; requests in flight stay frozen
@@ -113,8 +113,8 @@ class BaseReplica(ReplicaHandler):
         hold_collections()
         await self._engine.pause(self.config.requests_in_flight, timeout_s=self._limit_s)
 
-    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
-        bound = await self._ask(self._limit_s, Receivers.begin, WEIGHTS, version, epoch, digest, known)
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Bound]:
+        bound = await self._ask(self._limit_s, Receivers.begin, WEIGHTS, version, epoch, digest)
         self._clear_cache()
         return bound
 

@@ -32,9 +32,10 @@ class Receivers:
         self._receivers = receivers
         self._rank = receivers[0].layout.rank
 
-    def begin(self, slot: int, version: int, epoch: int, digest: str, known: Sequence[str]) -> Bound:
-        """Receiver.begin. Returns where to write; addresses of a digest in `known` are left out."""
-        return Bound.of(self._receivers[slot].begin(version, epoch, digest), known)
+    def begin(self, slot: int, version: int, epoch: int, digest: str) -> Bound:
+        """Receiver.begin. Returns where to write."""
+        binding = self._receivers[slot].begin(version, epoch, digest)
+        return Bound(binding.session, slot, binding.holds)
 
     def verify(self, slot: int, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         self._receivers[slot].verify(version, epoch, digest, expected[self._rank])

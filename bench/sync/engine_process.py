@@ -124,11 +124,12 @@ class PlainReplica:
     async def pause(self, version: int, epoch: int, digest: str) -> None:
         """See ReplicaHandler."""
 
-    async def begin(self, version: int, epoch: int, digest: str, known: Any) -> list[Any]:
+    async def begin(self, version: int, epoch: int, digest: str) -> list[Any]:
         """See ReplicaHandler."""
         from slipstream.weight_sync.replica.messages import Bound
 
-        return [Bound.of(self._receiver.begin(version, epoch, digest), known)]
+        binding = self._receiver.begin(version, epoch, digest)
+        return [Bound(binding.session, holds=binding.holds)]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Any) -> None:
         """See ReplicaHandler."""

@@ -1,6 +1,6 @@
 """A rollout worker's side of adapter mode: a publish fills a free slot of a running engine, and a commit flips to it.
 
-    begin(v)    pick a slot that nobody reads; every rank's receiver of that slot DIRTY -> the slot's addresses
+    begin(v)    pick a slot that nobody reads; every rank's receiver of that slot DIRTY -> where to write
                 (none is free: wait, or end the requests of the oldest version, as weight_sync.pause_mode says)
     verify      every rank proves the slot's bytes
     commit(v)   requests that start from here on read the slot
@@ -56,7 +56,7 @@ class AdapterReplica(ReplicaHandler):
 
     Args:
         engine: Started, with LoRA.
-        ranks: Every engine rank's slots: layout, and the binding of one slot.
+        ranks: Every engine rank's slots: their layout, and the addresses of each.
         asked: Those ranks.
         config: pause_mode and the deadline.
         has_base: Whether the engine's own weights have arrived; until then it is paused.
@@ -179,10 +179,10 @@ class AdapterReplica(ReplicaHandler):
     async def pause(self, version: int, epoch: int, digest: str) -> None:
         """Do nothing: the engine goes on sampling during a publish."""
 
-    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Bound]:
         """Choose a slot that no request reads, and let every rank receive into it."""
         slot = await self._take_slot(version)
-        return await self._ask(SlotReceivers.begin, slot, version, epoch, digest, known)
+        return await self._ask(SlotReceivers.begin, slot, version, epoch, digest)
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         assert self._writing is not None

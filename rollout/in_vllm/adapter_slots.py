@@ -51,7 +51,7 @@ def slot_receivers(
         rank: This engine rank inside its replica.
 
     Returns:
-        They, and the layout of a slot with the first slot's addresses. A publish gets those of its slot from begin().
+        They, the layout that all slots have, and the addresses of each.
     """
     manager = worker.model_runner.lora_manager
     num_slots: int = manager.lora_config.max_loras
@@ -62,7 +62,8 @@ def slot_receivers(
         Receiver(params, layout, transport, recompute=functools.partial(copy_shared_a, params, layout))
         for params in slots
     ]
-    return SlotReceivers(receivers, slots), receivers[0].describe()
+    first, *others = (one.describe() for one in receivers)
+    return SlotReceivers(receivers, slots), replace(first, others=tuple(one.binding.addresses for one in others))
 
 
 def with_shared_a(layout: DestLayout) -> DestLayout:

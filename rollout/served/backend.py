@@ -113,8 +113,9 @@ class _Handler(ReplicaHandler):
         if not self.is_open:
             raise EngineError("no weight update is under way: post /pause and /start_weight_update first")
 
-    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
-        return [Bound.of(self._receiver.begin(version, epoch, digest), known)]
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Bound]:
+        binding = self._receiver.begin(version, epoch, digest)
+        return [Bound(binding.session, holds=binding.holds)]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         self._receiver.verify(version, epoch, digest, expected[0])

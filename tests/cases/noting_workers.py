@@ -45,8 +45,8 @@ def worker_of(
 
 async def begin(worker: RolloutWorker, version: int, epoch: int) -> None:
     await worker.base.endpoint.describe("test")
-    begun = await worker.base.endpoint.begin(PublishId("test", version, epoch, "digest"), ())
-    assert list(begun.bindings) == [Bound.of(BINDING)] * 2
+    begun = await worker.base.endpoint.begin(PublishId("test", version, epoch, "digest"))
+    assert list(begun.bindings) == [Bound(BINDING.session)] * 2
 
 
 async def commit(worker: RolloutWorker, version: int, epoch: int) -> None:

@@ -139,7 +139,7 @@ def test_a_recorded_publish_is_nothing_to_say_for_another_user(server: Server, p
     threading.Thread(target=carry, daemon=True).start()
     honest = ReplicaClients([f"tcp://127.0.0.1:{listening.getsockname()[1]}"], KEY)
     describe(honest)
-    begun = honest.call(ReplicaVerbs.begin, {0: (PublishId(honest.publisher, 3, 7, "d"), ())}, {0: 60.0})[0]
+    begun = honest.call(ReplicaVerbs.begin, {0: (PublishId(honest.publisher, 3, 7, "d"),)}, {0: 60.0})[0]
     assert isinstance(begun, Begun)
     honest.close()
     listening.close()

@@ -18,7 +18,7 @@ OFFER = Offer(3, 7, "digest", "layout", "tcp", BINDING, {"w": (1 << 64) - 1})
 DESCRIBED = EngineRank(Sent(DestLayout(0, (Param("w", (2,), "float32"),), ())), BINDING, "tcp")
 REPLIES = {
     "slipstream_describe": pack(DESCRIBED),
-    "slipstream_begin": pack(Bound.of(BINDING)),
+    "slipstream_begin": pack(Bound(BINDING.session)),
     "slipstream_open_slots": pack(("tcp://127.0.0.1:1", DESCRIBED)),
     "slipstream_offer": pack(OFFER),
     "slipstream_pull": pack(Pulled(100, 0.5, 0.25)),

@@ -193,9 +193,10 @@ class PlainEngine:
     async def pause(self, version: int, epoch: int, digest: str) -> None:
         self._note("pause")
 
-    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> list[Bound]:
+    async def begin(self, version: int, epoch: int, digest: str) -> list[Bound]:
         self._note("begin")
-        return [Bound.of(receiver.begin(version, epoch, digest), known) for receiver in self.receivers]
+        bindings = [receiver.begin(version, epoch, digest) for receiver in self.receivers]
+        return [Bound(binding.session, holds=binding.holds) for binding in bindings]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         self._note("verify")

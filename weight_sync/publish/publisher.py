@@ -40,15 +40,14 @@ import torch.distributed as dist
 from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import ProtocolError, TransportError
-from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
+from slipstream.weight_sync.layout import Binding, Destination, DestLayout, SourceLayout
 from slipstream.weight_sync.pipeline.lanes import RankPublishReport
 from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.pipeline.sums import Places, Sums
-from slipstream.weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
-from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
+from slipstream.weight_sync.plan.transfer_plan import PlanSummary, rank_tasks_from_wire
 from slipstream.weight_sync.publish.bases import Bases
 from slipstream.weight_sync.publish.collectives import Meeting, values
-from slipstream.weight_sync.publish.rank0 import Agreed, Rank0
+from slipstream.weight_sync.publish.rank0 import Agreed, Rank0, Slots
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.publish.transaction import Alive
 from slipstream.weight_sync.source import WeightSource
@@ -107,7 +106,8 @@ class Publisher:
         """The place of every parameter of every replica, the same on all ranks."""
         self._rank0 = Rank0(config, key, self._bases)
         """Used on trainer rank 0 alone."""
-        self._book = AddressBook()
+        self._slots: list[list[Slots]] = []
+        """Per replica and rank: the addresses of its slots, as it described them; the same on all ranks."""
         self._open_sessions: dict[Destination, str] = {}
         """Links of this rank that may be open: to replicas that have committed, even if they have died since."""
 
@@ -128,15 +128,13 @@ class Publisher:
         self._is_connected = False
         links = meeting.gather(str, self._transport.link)
         has_plan = bool(self._digest)
-        addresses, is_planned = meeting.on_rank0(
-            tuple[list[dict[str, Addresses]], bool],
+        self._slots, is_planned = meeting.on_rank0(
+            tuple[list[list[Slots]], bool],
             lambda: self._rank0.meet(endpoints, set(links), absent, has_plan=has_plan),
         )
         self._endpoints = list(endpoints)
-        self._open_sessions, self._book = {}, AddressBook()
+        self._open_sessions = {}
         self._bases.forget()
-        for replica, own in enumerate(addresses):
-            self._book.learn(replica, own)
         if not is_planned:
             self.plan_for(self._rank0.met)
         if self._base is not None and not self._is_base_known:
@@ -165,7 +163,7 @@ class Publisher:
         agreed, own_part = meeting.deal(Agreed, dict[str, Any], lambda: self._rank0.make_plan(layouts, values(facts)))
         summary = agreed.summary
         self._places = agreed.places()
-        tasks = rank_plan_from_wire(own_part).tasks
+        tasks = rank_tasks_from_wire(own_part)
         flags = agreed.flags() if self._bases.is_on else None
         meeting.everywhere(None, lambda: self._pipeline.compile(tasks, self._places, flags))
         self._digest, self._summary = summary.digest, summary
@@ -244,16 +242,15 @@ class Publisher:
             failed = self._send_ahead(version, included, is_traced=trace is not None)
             if self._meeting.rank == 0:
                 begun = self._rank0.begin(
-                    version, included, endpoints=self._endpoints, digest=self._digest, book=self._book,
-                    places=self._places, failed=failed, ahead_s=time.monotonic() - began,
+                    version, included, endpoints=self._endpoints, digest=self._digest, slots=self._slots,
+                    failed=failed, ahead_s=time.monotonic() - began,
                 )  # fmt: skip
             self._pipeline.prepare(version, trace=trace is not None, with_changes=self._bases.sends_changes)
             alive = self._meeting.on_rank0(Alive, lambda: _of_rank0(begun)[1].result())
-        for replica in alive.forgotten:
-            self._book.forget(replica)
-        for replica, fresh in alive.fresh.items():
-            self._book.learn(replica, fresh)
-        bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
+        bindings = {
+            (replica, rank): Binding(bound.session, self._slots[replica][rank][bound.slot])
+            for (replica, rank), bound in alive.bound.items()
+        }
         landings = self._bases.landings(alive.take_changes, bindings)
         merging = () if self._base is None else frozenset(alive.take_changes)
         if self._base is not None and len(merging) < len(bindings) and self._meeting.rank == 0:
@@ -324,11 +321,9 @@ class Publisher:
         if replica >= len(self._endpoints):
             self._grow(replica + 1)
         self.disconnect([replica])
-        self._book.forget(replica)
         self._bases.forget_place(replica)
         link = self._transport.link
-        fresh = self._meeting.on_rank0(dict[str, Addresses], lambda: self._rank0.rejoin(replica, endpoint, link))
-        self._book.learn(replica, fresh)
+        self._slots[replica] = self._meeting.on_rank0(list[Slots], lambda: self._rank0.rejoin(replica, endpoint, link))
         self._endpoints[replica] = endpoint
 
     def _grow(self, num_replicas: int) -> None:
@@ -339,6 +334,7 @@ class Publisher:
         self._places, self._is_connected = self._pipeline.places, True
         self._bases.forget()
         self._endpoints += [""] * len(more)
+        self._slots += [[] for _ in more]
         if self._meeting.rank == 0:
             self._rank0.add_replicas(more)
             logger.info("weight sync: room for %d replicas", num_replicas)

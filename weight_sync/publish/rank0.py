@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, WeightSyncError
-from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
+from slipstream.weight_sync.layout import Destination, DestLayout, PostLoad, SourceLayout
 from slipstream.weight_sync.merging.factors import is_factor
 from slipstream.weight_sync.pipeline.lanes import RankPublishReport
 from slipstream.weight_sync.pipeline.sums import Places, Sums
@@ -22,17 +22,19 @@ from slipstream.weight_sync.pipeline.trace import write_trace
 from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
-from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
 from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.publish.transaction import Alive, Transaction
 from slipstream.weight_sync.replica.clients import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import flags_of, held_digest
-from slipstream.weight_sync.replica.messages import Described, Expected, PublishId, ReplicaVerbs, addresses_digest
+from slipstream.weight_sync.replica.messages import Addresses, Described, EngineRank, Expected, PublishId, ReplicaVerbs
 from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)
+
+Slots = tuple[Addresses, ...]
+"""Where an engine rank's parameters are, by adapter slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,9 @@ class Rank0:
 
     def meet(
         self, endpoints: Sequence[str], links: Collection[str], absent: Collection[int] | None, *, has_plan: bool
-    ) -> tuple[list[dict[str, Addresses]], bool]:
-        """Ask the replicas. Returns, per replica, its addresses by their digest, and whether the plan is for them."""
+    ) -> tuple[list[list[Slots]], bool]:
+        """Ask the replicas. Returns, per replica and rank, the addresses of its slots, and whether the plan is for
+        them."""
         if self._clients is not None:
             self._clients.close()
         self._clients = ReplicaClients(endpoints, self._key)
@@ -95,11 +98,11 @@ class Rank0:
         first = next(iter(layouts.values()), ())
         self.met = [layouts.get(number, first) for number in range(len(endpoints))]
         self._epoch = max([self._epoch, *(reply.own_epoch for reply in described.values())])
-        addresses = {number: _addresses_of(reply) for number, reply in described.items()}
+        slots = {number: [item.slots for item in reply.ranks] for number, reply in described.items()}
         for number in set(range(len(endpoints))) - set(described):
             self._clients.give_up(number, f"replica {number} was out of service when the trainer connected")
         self._last_sums = {}
-        return [addresses.get(number, {}) for number in range(len(endpoints))], has_plan and self.met == self._layouts
+        return [slots.get(number, []) for number in range(len(endpoints))], has_plan and self.met == self._layouts
 
     def make_plan(
         self, layouts: Sequence[tuple[DestLayout, ...]], facts: Sequence[tuple[Sent[SourceLayout], int]]
@@ -150,6 +153,7 @@ class Rank0:
             described[number] = reply
         for number, reply in described.items():
             for item in reply.ranks:
+                _check_addresses(endpoints[number], item)
                 if any(link != item.link for link in links):
                     raise LinkMismatch(
                         f"{endpoints[number]} receives over {item.link}, the trainer's ranks send over"
@@ -167,8 +171,9 @@ class Rank0:
         if frozen := self._bases.frozen:
             frozen |= {(replica, rank): frozen[0, rank] for replica in more for rank in first}
 
-    def rejoin(self, replica: int, endpoint: str, link: str) -> dict[str, Addresses]:
-        """Meet the replica that replaces another, and check that the plan fits it. Returns its addresses by digest."""
+    def rejoin(self, replica: int, endpoint: str, link: str) -> list[Slots]:
+        """Meet the replica that replaces another, and check that the plan fits it. Returns, per rank, the addresses of
+        its slots."""
         assert self._clients is not None
         self._clients.replace(replica, endpoint)
         try:
@@ -183,7 +188,7 @@ class Rank0:
             raise
         self._epoch = max(self._epoch, described.own_epoch)
         self._last_sums = {dest: sums for dest, sums in self._last_sums.items() if dest[0] != replica}
-        return _addresses_of(described)
+        return [item.slots for item in described.ranks]
 
     def begin(
         self,
@@ -192,18 +197,16 @@ class Rank0:
         *,
         endpoints: Sequence[str],
         digest: str,
-        book: AddressBook,
-        places: Places,
+        slots: Sequence[Sequence[Slots]],
         failed: Mapping[int, str],
         ahead_s: float,
     ) -> tuple[Transaction, Future[Alive]]:
         """Ask these replicas to begin, in a new epoch, while this rank packs. Returns their transaction, and then who
-        is alive. Those that `failed` ahead, for so many seconds, are not asked."""
+        is alive. Those that `failed` ahead, for so many seconds, are not asked. `slots`: as meet() returned them."""
         assert self._clients is not None
         self._epoch += 1
         transaction = Transaction(
             self._clients,
-            book,
             endpoints,
             included,
             PublishId(self._clients.publisher, version, self._epoch, digest),
@@ -212,12 +215,8 @@ class Rank0:
             failed=failed,
             ahead_s=ahead_s,
         )
-
-        def params(replica: int) -> list[Sequence[str]]:
-            """Per engine rank, the parameters that are written."""
-            return [places.params[dest] for dest in self._engine_ranks(replica)]
-
-        return transaction, self._clients.start(transaction.begin(params))
+        begun = transaction.begin(lambda replica: [len(of_rank) for of_rank in slots[replica]])
+        return transaction, self._clients.start(begun)
 
     def finish(
         self, transaction: Transaction, results: Sequence[RankPublishReport], sums: Sums, trace: Path | None
@@ -287,6 +286,12 @@ class Rank0:
         return sum(int((part != last).any(axis=0).sum()) for part, last in known)
 
 
-def _addresses_of(described: Described) -> dict[str, Addresses]:
-    """The addresses in a replica's description, by digest."""
-    return {addresses_digest(one.binding.addresses): one.binding.addresses for one in described.ranks}
+def _check_addresses(endpoint: str, rank: EngineRank) -> None:
+    """Refuse a description that lacks the address of a parameter."""
+    sent = [param.name for param in rank.layout.params if param.post_load is not PostLoad.derived]
+    for slot, addresses in enumerate(rank.slots):
+        if missing := [name for name in sent if name not in addresses]:
+            raise ProtocolError(
+                f"{endpoint}, rank {rank.layout.rank}, says no address of {len(missing)} parameters of slot {slot}, the"
+                f" first is {missing[0]}"
+            )

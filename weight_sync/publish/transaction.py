@@ -1,7 +1,7 @@
 """One publish as rank 0 conducts it: which replicas began, which may commit, which must abort, and the report.
 
 Owns: the notes on every replica, their deadlines, and the order of the messages. Does not own: what is planned and
-expected, nor the epoch's number (rank0.py); connections (replica/clients.py); addresses (address_book.py).
+expected, nor the epoch's number (rank0.py); connections (replica/clients.py).
 
     begin     asks all replicas that take part to begin; returns which are alive, where to write, and their time left
               (every rank writes)
@@ -22,10 +22,9 @@ from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.pipeline.lanes import RankPublishReport
 from slipstream.weight_sync.pipeline.trace import ReplicaTimes, Span
-from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
 from slipstream.weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
 from slipstream.weight_sync.replica.clients import ReplicaClients
-from slipstream.weight_sync.replica.messages import Committed, Expected, PublishId, ReplicaVerbs
+from slipstream.weight_sync.replica.messages import Bound, Committed, Expected, PublishId, ReplicaVerbs
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +36,8 @@ MIN_COMMIT_S = 1.0
 class Alive:
     """What rank 0 sends to all ranks after begin()."""
 
-    bound: dict[Destination, tuple[str, str]] = field(default_factory=dict)
-    """Per engine rank that is written to: its session, and the digest of its addresses."""
-    fresh: dict[int, dict[str, Addresses]] = field(default_factory=dict)
-    """Per replica: addresses that were not known, by their digest."""
-    forgotten: list[int] = field(default_factory=list)
-    """Replicas that contradicted their known addresses."""
+    bound: dict[Destination, Bound] = field(default_factory=dict)
+    """Per engine rank that is written to: where."""
     budgets_s: dict[int, float] = field(default_factory=dict)
     """Per replica that began: seconds left for the writes to it."""
     take_changes: list[Destination] = field(default_factory=list[Destination])
@@ -73,7 +68,6 @@ class Transaction:
     def __init__(
         self,
         clients: ReplicaClients,
-        book: AddressBook,
         endpoints: Sequence[str],
         included: Collection[int],
         publish: PublishId,
@@ -90,7 +84,6 @@ class Transaction:
         ]
         self._ahead_s = ahead_s
         self._clients = clients
-        self._book = book
         self._publish = publish
         self._timeout_s = timeout_s
         self._began = time.monotonic()
@@ -99,16 +92,16 @@ class Transaction:
         """Per engine rank that takes changes: what they are computed against."""
         self._begun: list[int] = []
 
-    async def begin(self, params_of: Callable[[int], Sequence[Collection[str]]]) -> Alive:
+    async def begin(self, num_slots_of: Callable[[int], Sequence[int]]) -> Alive:
         """Ask all replicas that take part to begin, and wait for their answers.
 
         Args:
-            params_of: Replica -> per engine rank, the parameters that will be written.
+            num_slots_of: Replica -> per engine rank, how many slots it has described.
         """
         numbers = [number for number, replica in enumerate(self.replicas) if replica.error is None]
         replies = await self._clients.ask(
             ReplicaVerbs.begin,
-            {number: (self._publish, self._book.known(number)) for number in numbers},
+            dict.fromkeys(numbers, (self._publish,)),
             dict.fromkeys(numbers, self._timeout_s),
         )
         alive = Alive()
@@ -121,14 +114,13 @@ class Transaction:
             replica.spent_s = self._clients.answer_s[number]
             replica.times = ReplicaTimes(self._began, reply.idle_s, reply.mark_s)
             alive.budgets_s[number] = max(0.0, self._timeout_s - replica.spent_s)
-            try:
-                alive.fresh[number] = self._book.check(number, reply.bindings, params_of(number))
-            except ProtocolError as e:  # it is not written to and is aborted; next time it sends all addresses
-                replica.error = in_words(e)
-                alive.forgotten.append(number)
+            slots, described = [bound.slot for bound in reply.bindings], num_slots_of(number)
+            if len(slots) != len(described) or any(not 0 <= a < n for a, n in zip(slots, described, strict=True)):
+                error = ProtocolError(f"it begins in slots {slots} of its ranks, which have {list(described)}")
+                replica.error = in_words(error)  # it is not written to, and is aborted
                 continue
-            alive.bound.update({(number, rank): (b.session, b.digest) for rank, b in enumerate(reply.bindings)})
             for rank, bound in enumerate(reply.bindings):
+                alive.bound[number, rank] = bound
                 if bound.holds and self._held.get((number, rank)) == bound.holds:
                     alive.take_changes.append((number, rank))
         self.bases = {dest: self._held[dest] for dest in alive.take_changes}
@@ -137,7 +129,7 @@ class Transaction:
             "version %d, epoch %d: %d of %d replicas began in %.3f s",
             self._publish.version,
             self._publish.epoch,
-            len(alive.budgets_s) - len(alive.forgotten),
+            len({number for number, _ in alive.bound}),
             len(numbers),
             self._begin_s,
         )

@@ -53,8 +53,8 @@ class ReplicaHandler(Protocol):
         """Stop serving and wait until the engine has paused."""
         ...
 
-    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
-        """Receiver.begin on every rank, after pause(). Returns where to write: Bound.of(binding, known)."""
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Bound]:
+        """Receiver.begin on every rank, after pause(). Returns where to write."""
         ...
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
@@ -128,7 +128,7 @@ class ReplicaEndpoint(ReplicaVerbs):
             self._described[publisher] = 1 + max(self._described.values(), default=0)
             return Described(tuple(await self._handler.describe()), self._state.epoch)
 
-    async def begin(self, publish: PublishId, known: Sequence[str]) -> Begun:
+    async def begin(self, publish: PublishId) -> Begun:
         version, epoch, digest = publish.version, publish.epoch, publish.digest
         async with self._turn_of(publish):
             self._state = self._state.begin(version, epoch, digest)
@@ -136,7 +136,7 @@ class ReplicaEndpoint(ReplicaVerbs):
             self._began = time.monotonic()
             await self._handler.pause(version, epoch, digest)
             idle = time.monotonic()
-            bindings = await self._handler.begin(version, epoch, digest, known)
+            bindings = await self._handler.begin(version, epoch, digest)
             return Begun(tuple(bindings), idle - self._began, time.monotonic() - idle)
 
     async def commit(self, publish: PublishId, expected: Sequence[Expected]) -> Committed:

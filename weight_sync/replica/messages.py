@@ -6,49 +6,47 @@ Owns the verbs and their messages. Does not own their order (endpoint.py draws i
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.weight_sync.layout import Binding, DestLayout
-from slipstream.weight_sync.typed_msgpack import Sent, pack
+from slipstream.weight_sync.typed_msgpack import Sent
+
+Addresses = dict[str, int]
+"""Parameter -> device pointer."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
-    """What one engine rank tells a publisher: what it must receive, its present addresses, and its link."""
+    """What one engine rank tells a publisher: what it must receive, where, and its link."""
 
     sent: Sent[DestLayout]
     binding: Binding
+    """Present session; addresses, of the first adapter slot if there are slots. Addresses stay (receiver.py)."""
     link: str
+    others: tuple[Addresses, ...] = ()
+    """Addresses of further slots."""
 
     @property
     def layout(self) -> DestLayout:
         """What it must receive."""
         return self.sent.layout
 
+    @property
+    def slots(self) -> tuple[Addresses, ...]:
+        """Addresses by slot."""
+        return self.binding.addresses, *self.others
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A Binding for a publisher that may know its addresses already: there are many, and they rarely change.
-
-    A digest names them by their content, so neither side must remember what it last sent to the other.
-    """
+    """Where to write in one publish: at which of the addresses that the rank has described, under which session."""
 
     session: str
-    digest: str
-    """addresses_digest of the addresses."""
-    addresses: dict[str, int] | None
-    """None if the publisher named `digest` as known."""
+    slot: int = 0
     holds: str = ""
     """Binding.holds."""
-
-    @classmethod
-    def of(cls, binding: Binding, known: Collection[str] = ()) -> Bound:
-        """Args: `known`, digests of addresses that the publisher knows."""
-        digest = addresses_digest(binding.addresses)
-        return cls(binding.session, digest, None if digest in known else binding.addresses, binding.holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class Begun:
     """Every rank is idle and DIRTY."""
 
     bindings: tuple[Bound, ...]
-    """Where to write, one per rank. (Sessions change after a failed epoch; each adapter slot has other addresses.)"""
+    """Where to write, one per rank. (Sessions change after a failed epoch.)"""
     idle_s: float
     """Until the engine had paused."""
     mark_s: float
@@ -120,8 +118,8 @@ class ReplicaVerbs(Protocol):
         """What must be received, and where. Changes nothing."""
         ...
 
-    async def begin(self, publish: PublishId, known: Sequence[str]) -> Begun:
-        """Stop serving: bytes will be written. `known`: digests of the replica's addresses that it need not send."""
+    async def begin(self, publish: PublishId) -> Begun:
+        """Stop serving: bytes will be written."""
         ...
 
     async def commit(self, publish: PublishId, expected: Sequence[Expected]) -> Committed:
@@ -131,8 +129,3 @@ class ReplicaVerbs(Protocol):
     async def abort(self, publish: PublishId, reason: str) -> None:
         """The publish is over and failed. Stay DIRTY."""
         ...
-
-
-def addresses_digest(addresses: Mapping[str, int]) -> str:
-    """sha256, hex, of parameters and their addresses."""
-    return hashlib.sha256(pack(dict(addresses))).hexdigest()

@@ -180,7 +180,7 @@ async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(mon
     try:
         assert isinstance(await asyncio.to_thread(ask, ReplicaVerbs.describe, clients.publisher), Described)
         publish = PublishId(clients.publisher, 0, 1, "d")
-        error = await asyncio.to_thread(ask, ReplicaVerbs.begin, publish, ())
+        error = await asyncio.to_thread(ask, ReplicaVerbs.begin, publish)
         assert "did not answer" in str(error)
         assert "must be restarted" in str(error)
         assert gc.isenabled()

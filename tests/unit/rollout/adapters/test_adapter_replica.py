@@ -171,7 +171,7 @@ async def test_an_engine_that_ignores_adapters_is_refused_at_every_publish() -> 
     replica, _ = before_its_first_adapter([set(), set()])
     for version in (1, 2):
         with pytest.raises(EngineError, match="ignores adapters"):
-            await replica.begin(version, version, "", ())
+            await replica.begin(version, version, "")
 
 
 @pytest.mark.parametrize("was_killed", [False, True])

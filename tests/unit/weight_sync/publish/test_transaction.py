@@ -12,13 +12,11 @@ from slipstream.weight_sync.errors import ReplicaError, TransferTimeout
 from slipstream.weight_sync.pipeline.lanes import RankPublishReport
 from slipstream.weight_sync.pipeline.trace import Span
 from slipstream.weight_sync.publish import transaction as module
-from slipstream.weight_sync.publish.address_book import AddressBook
 from slipstream.weight_sync.publish.report import EXCLUDED, ReplicaReport
 from slipstream.weight_sync.publish.transaction import MIN_COMMIT_S, Alive, Transaction
-from slipstream.weight_sync.replica.messages import Begun, Bound, Committed, PublishId, ReplicaVerbs, addresses_digest
+from slipstream.weight_sync.replica.messages import Begun, Bound, Committed, PublishId, ReplicaVerbs
 
-PARAMS = (("norm", "qk"), ("qk",))
-ADDRESSES = [{"norm": 1, "qk": 2, "more": 3}, {"qk": 4}]
+NUM_SLOTS = (1, 3)
 PUBLISH = PublishId("publisher", version=7, epoch=3, digest="plan")
 BEGIN, COMMIT, ABORT = ReplicaVerbs.begin, ReplicaVerbs.commit, ReplicaVerbs.abort
 
@@ -45,8 +43,9 @@ class Clients:
     publisher = PUBLISH.publisher
 
     def call(self, verb: object, arguments: Mapping, timeouts_s: Mapping[int, float]) -> dict[int, object]:
-        assert all(named == PUBLISH for named, _ in arguments.values())
-        self.asked.append((verb, {number: given for number, (_, given) in arguments.items()}, dict(timeouts_s)))
+        assert all(named == PUBLISH for named, *_ in arguments.values())
+        given = {number: more[0] if more else None for number, (_, *more) in arguments.items()}
+        self.asked.append((verb, given, dict(timeouts_s)))
         self.clock.now += self.takes_s.get(verb, 0.0)
         usual = {BEGIN: begun(), COMMIT: committed(), ABORT: None}[verb]
         return {number: self.answers.get((verb, number), usual) for number in arguments}
@@ -58,9 +57,9 @@ class Clients:
         return [(given, timeouts_s) for one, given, timeouts_s in self.asked if one is verb]
 
 
-def begun(known: bool = False, idle_s: float = 0.25, mark_s: float = 0.125, holds: Sequence[str] = ("", "")) -> Begun:
-    bounds = [Bound(f"session {rank}", addresses_digest(held), None if known else held, holds[rank])
-              for rank, held in enumerate(ADDRESSES)]  # fmt: skip
+def begun(slots: Sequence[int] = (0, 2), idle_s: float = 0.25, mark_s: float = 0.125,
+          holds: Sequence[str] = ("", "")) -> Begun:  # fmt: skip
+    bounds = [Bound(f"session {rank}", slot, holds[rank]) for rank, slot in enumerate(slots)]
     return Begun(tuple(bounds), idle_s, mark_s)
 
 
@@ -77,10 +76,8 @@ class Setup:
         self.clock = Clock()
         monkeypatch.setattr(module, "time", self.clock)
         self.clients = Clients(self.clock, answer_s={0: 1.0, 1: 9.0, 2: 4.0})
-        self.book = AddressBook()
         self.transaction = Transaction(
             self.clients,
-            self.book,
             ["tcp://a", "tcp://b", "tcp://c"],
             included,
             PublishId(self.clients.publisher, 7, 3, "plan"),
@@ -91,7 +88,7 @@ class Setup:
         )
 
     def begin(self) -> Alive:
-        return asyncio.run(self.transaction.begin(lambda replica: PARAMS))
+        return asyncio.run(self.transaction.begin(lambda replica: NUM_SLOTS))
 
     def finish(self, *results: RankPublishReport) -> None:
         self.transaction.finish(results, lambda number: (f"expected of {number}",))  # type: ignore[arg-type,return-value]
@@ -109,23 +106,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Setup]:
 def test_who_takes_part_is_asked_to_begin_and_has_the_rest_of_its_deadline_for_writes(make) -> None:
     setup = make()
     alive = setup.begin()
-    assert setup.clients.asked == [(BEGIN, {0: (), 2: ()}, {0: 10.0, 2: 10.0})]
+    assert setup.clients.asked == [(BEGIN, {0: None, 2: None}, {0: 10.0, 2: 10.0})]
     assert alive.budgets_s == {0: 9.0, 2: 6.0}
-    digests = [addresses_digest(held) for held in ADDRESSES]
-    assert alive.bound == {(replica, rank): (f"session {rank}", digests[rank]) for replica in (0, 2) for rank in (0, 1)}
-    assert alive.fresh == {replica: dict(zip(digests, ADDRESSES, strict=True)) for replica in (0, 2)}
-    assert alive.forgotten == []
+    assert alive.bound == {(replica, rank): bound for replica in (0, 2) for rank, bound in enumerate(begun().bindings)}
     assert setup.errors == [None, EXCLUDED, None]
-
-
-def test_addresses_that_are_known_are_named_and_not_said_again(make) -> None:
-    setup = make()
-    digests = tuple(addresses_digest(held) for held in ADDRESSES)
-    setup.book.learn(2, dict(zip(digests, ADDRESSES, strict=True)))
-    setup.clients.answers[BEGIN, 2] = begun(known=True)
-    alive = setup.begin()
-    assert setup.clients.of(BEGIN)[0][0] == {0: (), 2: digests}
-    assert list(alive.fresh[0].values()) == ADDRESSES and alive.fresh[2] == {}
 
 
 def test_changes_are_for_ranks_that_hold_what_was_kept_for_them(make) -> None:
@@ -163,21 +147,20 @@ def test_a_replica_that_does_not_begin_is_not_written_to_and_told_nothing(make, 
     setup = make()
     setup.clients.answers[BEGIN, 0] = answer
     alive = setup.begin()
-    assert set(alive.budgets_s) == set(alive.fresh) == {2} and {replica for replica, _ in alive.bound} == {2}
+    assert set(alive.budgets_s) == {2} and {replica for replica, _ in alive.bound} == {2}
     setup.finish(RankPublishReport(write_s={2: 1.0}))
     assert [set(fields) for _, fields, _ in setup.clients.asked] == [{0, 2}, {2}], "Begin, and Commit of the other"
     assert setup.errors == [error, EXCLUDED, None]
 
 
-def test_a_replica_that_contradicts_itself_is_not_written_to_and_aborted(make) -> None:
+@pytest.mark.parametrize("slots", [(1, 0), (0, 3), (-1, 0), (0,), (0, 0, 0)])
+def test_a_replica_that_begins_where_it_has_described_nothing_is_not_written_to_and_aborted(make, slots) -> None:
     setup = make()
-    setup.clients.answers[BEGIN, 0] = begun(known=True)
-    alive = setup.begin()
-    assert alive.forgotten == [0]
-    assert set(alive.fresh) == {2} and {replica for replica, _ in alive.bound} == {2}
+    setup.clients.answers[BEGIN, 0] = begun(slots, holds=("",) * 3)
+    assert {replica for replica, _ in setup.begin().bound} == {2}
     setup.finish(RankPublishReport(write_s={2: 1.0}))
     ((fields, timeouts_s),) = setup.clients.of(ABORT)
-    assert set(fields) == {0} and "never said" in str(fields[0]) and timeouts_s == {0: MIN_COMMIT_S}
+    assert set(fields) == {0} and "which have [1, 3]" in str(fields[0]) and timeouts_s == {0: MIN_COMMIT_S}
     assert set(setup.clients.of(COMMIT)[0][0]) == {2}
 
 

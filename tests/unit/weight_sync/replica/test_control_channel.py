@@ -53,7 +53,7 @@ class Publisher:
         return PublishId(self.clients.publisher, 1, epoch, "d")
 
     def begin(self, epoch: int, timeout_s: float = 60.0) -> object:
-        return self.ask(ReplicaVerbs.begin, self.publish(epoch), (), timeout_s=timeout_s)
+        return self.ask(ReplicaVerbs.begin, self.publish(epoch), timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ async def test_a_replica_says_how_long_each_of_its_phases_took(monkeypatch: pyte
     endpoint = ReplicaEndpoint(Engine(), KEY, pauses=pauses)  # type: ignore[arg-type]
     publish = PublishId("publisher", version=1, epoch=1, digest="d")
     await endpoint.describe("publisher")
-    begun = await endpoint.begin(publish, ())
+    begun = await endpoint.begin(publish)
     assert (begun.idle_s, begun.mark_s) == (1.0, 2.0)
     clock.now += 4.0  # for the writes
     assert await endpoint.commit(publish, ()) == Committed(8.0, 16.0, 31.0 if pauses else 0.0)
@@ -366,7 +366,7 @@ def test_a_silent_replica_is_waited_for_until_its_own_deadline_and_named_meanwhi
     cable.is_cut = True
     began = time.monotonic()
     caplog.set_level(logging.WARNING)
-    given = (publisher.publish(1), ())
+    given = (publisher.publish(1),)
     answers = publisher.clients.call(ReplicaVerbs.begin, {0: given, 1: given}, {0: 1.0, 1: 240.0})
     assert isinstance(answers[0], TransferTimeout) and isinstance(answers[1], Begun)
     assert time.monotonic() - began < 120.0

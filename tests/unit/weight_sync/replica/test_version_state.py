@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -112,13 +111,13 @@ PUBLISH = PublishId("5e", version=3, epoch=4, digest="9f")
 RANK = EngineRank(Sent(engine_layout(1)), Binding("127.0.0.1:15000", {"qk": 1 << 46}), "tcp")
 GIVEN: dict[Callable[..., Any], tuple[object, ...]] = {
     ReplicaVerbs.describe: ("5e",),
-    ReplicaVerbs.begin: (PUBLISH, ["9f" * 32]),
+    ReplicaVerbs.begin: (PUBLISH,),
     ReplicaVerbs.commit: (PUBLISH, [Expected("9f" * 32, bytes(16), b"\xff" * 16), Expected("", b"", b"")]),
     ReplicaVerbs.abort: (PUBLISH, "because"),
 }
 RETURNED: dict[Callable[..., Any], object] = {
     ReplicaVerbs.describe: Described((RANK,), own_epoch=3),
-    ReplicaVerbs.begin: Begun((Bound.of(RANK.binding), Bound("s", "9f" * 32, None)), idle_s=0.02, mark_s=0.001),
+    ReplicaVerbs.begin: Begun((Bound("s"), Bound("t", 1, "9f" * 32)), idle_s=0.02, mark_s=0.001),
     ReplicaVerbs.commit: Committed(verify_s=0.5, commit_s=1, pause_s=2.25),
     ReplicaVerbs.abort: None,
 }
@@ -138,12 +137,11 @@ def test_every_verb_survives_the_wire() -> None:
         None,
         [],
         "begin",
-        [["5e", 3, 4, "9f"]],
-        [["5e", "not a number", 4, "9f"], []],
-        [["5e", True, 4, "9f"], []],
-        [["5e", 3, 4], []],
-        [{"publisher": "5e", "version": 3, "epoch": 4, "digest": 7}, []],
-        [{"publisher": "5e", "version": 3, "epoch": 4, "digest": "9f"}, "not a list"],
+        [["5e", "not a number", 4, "9f"]],
+        [["5e", True, 4, "9f"]],
+        [["5e", 3, 4]],
+        [{"publisher": "5e", "version": 3, "epoch": 4, "digest": 7}],
+        [{"publisher": "5e", "version": 3, "epoch": 4, "digest": "9f"}, "one too many"],
     ],
 )
 def test_nonsense_is_refused(given: object) -> None:
@@ -151,18 +149,9 @@ def test_nonsense_is_refused(given: object) -> None:
         verb_of(ReplicaVerbs.begin).arguments.decode(msgpack.packb(given))
 
 
-def test_addresses_that_a_publisher_knows_by_their_digest_are_not_sent_again() -> None:
-    binding = Binding("127.0.0.1:15000", {"qk": 1 << 46}, holds="9f")
-    whole = Bound.of(binding)
-    assert (whole.session, whole.addresses, whole.holds) == ("127.0.0.1:15000", {"qk": 1 << 46}, "9f")
-    assert Bound.of(binding, ("another", whole.digest)) == replace(whole, addresses=None)
-    moved = replace(binding, addresses={"qk": 1 << 45})
-    assert Bound.of(moved, (whole.digest,)).addresses == moved.addresses
-
-
 def test_plain_data_packs_for_other_channels() -> None:
-    rank = EngineRank(Sent(engine_layout(0)), Binding("s", {"qk": 5}), "tcp")
-    assert unpack(EngineRank, pack(rank)) == rank
+    rank = EngineRank(Sent(engine_layout(0)), Binding("s", {"qk": 5}), "tcp", ({"qk": 7},))
+    assert unpack(EngineRank, pack(rank)) == rank and rank.slots == ({"qk": 5}, {"qk": 7})
 
 
 def test_only_the_present_transaction_fails_and_only_before_it_committed() -> None:
