@@ -8,6 +8,7 @@ that is not derived.
     copy, then fill over it                                   ->   RecordError: the loader wipes what it loaded
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,34 +58,26 @@ def account(params: Sequence[Param], written: Sequence[Written]) -> tuple[tuple[
 
 def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
     """The fills that remain of one parameter, after checking that loads and fills tile it."""
-    taken: _Ranges = np.empty((0, 2), dtype=np.int64)
-    taken_by_load: _Ranges = taken
+    ranges = [_ranges(write) for write in writes]
+    is_load = [isinstance(write.value, Load) for write in writes]
+    none: _Ranges = np.empty((0, 2), dtype=np.int64)
+    loaded = np.concatenate([none, *itertools.compress(ranges, is_load)])
+    when = np.repeat(np.arange(len(writes)), [len(of) if one else 0 for of, one in zip(ranges, is_load, strict=True)])
+    order = np.argsort(loaded[:, 0], kind="stable")
+    loaded, when = loaded[order], when[order]
+    _check_once(param, loaded, writes)
+    taken = loaded
     fills: list[tuple[int, int, float]] = []
-    later_loads: list[_Ranges] = []
-
-    def flush() -> None:
-        """Join the loads seen since the last fill. The walk goes backwards: the loader made them after the next one."""
-        nonlocal taken, taken_by_load
-        if later_loads:
-            batch = _sorted(np.concatenate(later_loads))
-            _check_once(param, np.concatenate([taken_by_load, batch]), writes)
-            taken_by_load = _sorted(np.concatenate([taken_by_load, batch]))
-            filled = np.array([fill[:2] for fill in fills], dtype=np.int64).reshape(-1, 2)
-            wiped = _intersects(batch, _sorted(filled))
-            if wiped is not None:
-                raise RecordError(f"{param.name}: the loader fills element {wiped} with a constant after loading it")
-            taken = _sorted(np.concatenate([taken, batch]))
-            later_loads.clear()
-
-    for write in reversed(writes):  # the last write to an element counts
+    for number, write in reversed(list(enumerate(writes))):  # the last fill of an element counts
         if isinstance(write.value, Load):
-            later_loads.append(_ranges(write))
             continue
-        flush()
-        rest = _subtract(_sorted(_ranges(write)), taken)
+        filled = _sorted(ranges[number])
+        wiped = _intersects(loaded[when < number], filled)
+        if wiped is not None:
+            raise RecordError(f"{param.name}: the loader fills element {wiped} with a constant after loading it")
+        rest = _subtract(filled, taken)
         fills.extend((int(a), int(b), write.value) for a, b in rest)
         taken = _sorted(np.concatenate([taken, rest]))
-    flush()
     gaps = _subtract(np.array([[0, param.num_elements]], dtype=np.int64), taken)
     if len(gaps):
         raise RecordError(
@@ -111,9 +104,8 @@ def _sorted(ranges: _Ranges) -> _Ranges:
     return ranges[np.argsort(ranges[:, 0], kind="stable")]
 
 
-def _check_once(param: Param, loaded: _Ranges, writes: list[Written]) -> None:
+def _check_once(param: Param, ranges: _Ranges, writes: list[Written]) -> None:
     """Raise RecordError if two loads write the same element."""
-    ranges = _sorted(loaded)
     twice = np.flatnonzero(ranges[1:, 0] < ranges[:-1, 1])
     if len(twice):
         at = int(ranges[twice[0] + 1, 0])
