@@ -33,7 +33,7 @@ from slipstream.weight_sync.plan.holders import Holders, find_holders
 from slipstream.weight_sync.plan.proof import prove_coverage
 from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES, Alike, Needs, choose_sources, schedule_of
 from slipstream.weight_sync.plan.tasks import DTYPES, PieceColumns
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan, digest_of, plan_digest
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan, digest_of
 
 SHARES_PER_SOURCE = 64
 """A chunk with several holders is cut to 1/64 of a source's fair share: greedy choice then ends within 2 % of even."""
@@ -67,15 +67,12 @@ def build_plan(
     needs = _cut(alike, holders, max_task_bytes, max(MIN_SHARED_BYTES, num_bytes // len(ranks) // SHARES_PER_SOURCE))
     schedule = schedule_of(needs, choose_sources(needs, holders, ranks), ranks, num_replicas=len(replicas))
 
-    layouts_digest = _layouts_digest(holders, alike)
-    rank_digests = {rank: digest_of(table.to_wire()) for rank, table in schedule.items()}
     plan = TransferPlan(
-        digest=plan_digest(max_task_bytes, layouts_digest, rank_digests),
         max_task_bytes=max_task_bytes,
         tasks=schedule,
         expected={where: expected[where] for where in destinations},
-        layouts_digest=layouts_digest,
-        rank_digests=rank_digests,
+        layouts_digest=_layouts_digest(holders, alike),
+        rank_digests={rank: digest_of(table.to_wire()) for rank, table in schedule.items()},
     )
     prove_coverage(plan, replicas, sources)
     return plan

@@ -43,22 +43,9 @@ class PlanSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
-    """The part of a plan that one source rank replays. Its tasks were checked against the digest of the whole plan."""
-
-    digest: str
-    rank: int
-    max_task_bytes: int
-    tasks: tuple[Task, ...]
-    """In schedule order."""
-
-
-@dataclass(frozen=True, slots=True)
 class TransferPlan:
     """The whole plan: every source rank's tasks in schedule order."""
 
-    digest: str
-    """sha256, hex, over the format, the bound, the checkpoint, every destination layout and every task."""
     max_task_bytes: int
     tasks: Mapping[int, TaskTable]
     """Schedule per source rank, in ascending order of rank; every source rank has an entry."""
@@ -68,6 +55,16 @@ class TransferPlan:
     """sha256, hex, over the checkpoint and the destination layouts alone; part of `digest`."""
     rank_digests: Mapping[int, str]
     """sha256, hex, over each source rank's tasks; part of `digest`, so that a rank can check its own part."""
+
+    @property
+    def named(self) -> list[Any]:
+        """What its digest is of."""
+        return [FORMAT_VERSION, self.max_task_bytes, self.layouts_digest, list(self.rank_digests.items())]
+
+    @property
+    def digest(self) -> str:
+        """sha256, hex, over the format, the bound, the checkpoint, every destination layout and every task."""
+        return digest_of(self.named)
 
     @property
     def num_tasks(self) -> int:
@@ -104,44 +101,29 @@ class TransferPlan:
         )
 
     def to_wire(self, rank: int) -> dict[str, object]:
-        """One source rank's part, as plain data for msgpack; `rank_plan_from_wire` is the inverse."""
-        return {
-            "format_version": FORMAT_VERSION,
-            "digest": self.digest,
-            "layouts_digest": self.layouts_digest,
-            "max_task_bytes": self.max_task_bytes,
-            "rank_digests": [[source, digest] for source, digest in self.rank_digests.items()],
-            "rank": rank,
-            "tasks": self.tasks[rank].to_wire(),
-        }
+        """One source rank's part, as plain data for msgpack; `rank_tasks_from_wire` reads it."""
+        return {"digest": self.digest, "named": self.named, "rank": rank, "tasks": self.tasks[rank].to_wire()}
 
 
-def rank_plan_from_wire(wire: Mapping[str, Any]) -> RankPlan:
-    """Read what `TransferPlan.to_wire` wrote.
+def rank_tasks_from_wire(wire: Mapping[str, Any]) -> tuple[Task, ...]:
+    """The tasks of one source rank, in schedule order.
 
     Raises:
         PlanError: the format is another one, or the tasks are not those that the digest names.
     """
-    if wire["format_version"] != FORMAT_VERSION:
-        raise PlanError(f"the plan has format {wire['format_version']}, this process reads format {FORMAT_VERSION}")
-    rank, bound = int(wire["rank"]), int(wire["max_task_bytes"])
-    rank_digests = {int(source): str(digest) for source, digest in wire["rank_digests"]}
-    if digest_of(wire["tasks"]) != rank_digests.get(rank):
+    rank, (version, *_, rank_digests) = wire["rank"], wire["named"]
+    if version != FORMAT_VERSION:
+        raise PlanError(f"the plan has format {version}, this process reads format {FORMAT_VERSION}")
+    if digest_of(wire["tasks"]) != dict(rank_digests).get(rank):
         raise PlanError(f"the tasks of source rank {rank} differ from those that plan {wire['digest']} names")
-    if plan_digest(bound, wire["layouts_digest"], rank_digests) != wire["digest"]:
+    if digest_of(wire["named"]) != wire["digest"]:
         raise PlanError(f"source rank {rank}: the parts of the plan do not add up to its digest {wire['digest']}")
-    tasks = tuple(TaskTable.from_wire(rank, wire["tasks"]))
-    return RankPlan(digest=wire["digest"], rank=rank, max_task_bytes=bound, tasks=tasks)
+    return tuple(TaskTable.from_wire(rank, wire["tasks"]))
 
 
 def digest_of(plain: object) -> str:
     """sha256, hex, of plain data; msgpack writes equal data as equal bytes (lists and tuples alike)."""
     return hashlib.sha256(msgpack.packb(plain)).hexdigest()
-
-
-def plan_digest(max_task_bytes: int, layouts_digest: str, rank_digests: Mapping[int, str]) -> str:
-    """Digest of the whole plan, from the digests of its parts."""
-    return digest_of([FORMAT_VERSION, max_task_bytes, layouts_digest, list(rank_digests.items())])
 
 
 def _max_over_mean(values: Iterable[int]) -> float:

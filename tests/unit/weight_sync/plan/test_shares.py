@@ -20,7 +20,7 @@ from slipstream.weight_sync.layout import (
 from slipstream.weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
 from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES
 from slipstream.weight_sync.plan.tasks import MESH_GROUPS
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan, rank_plan_from_wire
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan, rank_tasks_from_wire
 
 
 @PROPERTY
@@ -239,14 +239,14 @@ def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces()
         for first, second in zip(*[iter(tasks)] * 2, strict=True):
             assert first.pieces is second.pieces
             assert dataclasses.replace(first, replica=0) == dataclasses.replace(second, replica=0)
-    part = rank_plan_from_wire(plan.to_wire(0))
-    assert part.tasks[0].pieces is part.tasks[1].pieces
+    tasks = rank_tasks_from_wire(plan.to_wire(0))
+    assert tasks[0].pieces is tasks[1].pieces
 
 
 def test_a_rank_with_nothing_to_send_has_an_empty_part():
     sources, replicas = small_system()
     plan = build_plan([*sources, dataclasses.replace(sources[0], rank=2, shards=())], replicas, max_task_bytes=1 << 20)
-    assert rank_plan_from_wire(plan.to_wire(2)).tasks == ()
+    assert rank_tasks_from_wire(plan.to_wire(2)) == ()
 
 
 def test_ranks_with_nothing_to_send_or_to_receive_count_in_the_balance():

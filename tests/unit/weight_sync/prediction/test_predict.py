@@ -66,7 +66,7 @@ def plans(draw: st.DrawFn) -> TransferPlan:
                 schedule.append(Task(group, rank, *where, "w", 1000 * position, num_bytes, "uint8", (piece,)))
                 expected[where]["w"] += num_bytes
         tasks[rank] = table_of(rank, schedule)
-    return TransferPlan("", STAGING.max_task_bytes, tasks, expected, "", {})
+    return TransferPlan(STAGING.max_task_bytes, tasks, expected, "", {})
 
 
 def even_plan(num_sources: int = 1, num_dests: int = 1, num_bytes: int = 8000, num_replicas: int = 1) -> TransferPlan:
@@ -244,7 +244,7 @@ def test_messages_are_of_all_parameters_and_stand_before_the_proof():
     dests = [(0, 0), (0, 1), (1, 0)]
     rows = [dataclasses.replace(task, replica=r, dest_rank=d) for r, d in dests]
     tasks = {0: table_of(0, rows), 1: table_of(1, ())}
-    plan = TransferPlan("", 1 << 30, tasks, {where: {"v": 0, "w": task.num_bytes} for where in dests}, "", {})
+    plan = TransferPlan(1 << 30, tasks, {where: {"v": 0, "w": task.num_bytes} for where in dests}, "", {})
     rates = dataclasses.replace(BARE, entry_s=3.0)
     found, silent = run(plan, rates), run(plan, BARE)
     assert found.messages_s == 3.0 * (6 + 4)
