@@ -10,7 +10,6 @@ Owns: these calls and their defaults. Does not own what they do: `safetensors_so
 did not commit does not serve.
 """
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.failures import in_words, outcome_of
+from slipstream.conf.failures import in_words, outcome_of, undone_by
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.disk.copies import Held
 from slipstream.weight_sync.disk.kept_source import KeptSource
 from slipstream.weight_sync.disk.safetensors_source import NUM_THREADS, Checkpoint
 from slipstream.weight_sync.disk.tensor_source import TensorSource
 from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
-from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
+from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 from slipstream.weight_sync.pipeline.packing import MarkingSource
 from slipstream.weight_sync.publish.collectives import Meeting
 from slipstream.weight_sync.publish.publisher import Publisher
@@ -108,8 +107,9 @@ def _take(tensors: Mapping[str, Tensor | Part], held: list[Held]) -> dict[str, T
     return metas
 
 
-class Sender:
-    """Ranks connected to engines: plan once, update many times. Construction with engines is collective.
+class Sender(Publisher):
+    """A publisher with a link of its own: ranks that plan once, and update engines many times. Construction with
+    engines is collective.
 
     Args:
         engines: Endpoints of all replicas, "tcp://host:port"; the same on every rank. None: connect() gets them later,
@@ -140,73 +140,25 @@ class Sender:
     ) -> None:
         config = config or WeightSyncConfig()
         kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._meeting = Meeting(rank, world_size, group)
-        self._num_engines = 0
-        self._transport = MooncakeTransport(config.transport, device=kind.type, host=host, timeout_s=config.timeout_s)
+        self._link = MooncakeTransport(config.transport, device=kind.type, host=host, timeout_s=config.timeout_s)
         if config.delta_bytes and not isinstance(source, MarkingSource):
             source = KeptSource(source, config.watermark_bytes, kind)
-        self._publisher = Publisher(
-            source, self._transport,
-            rank=rank, world_size=world_size, group=group, config=config, key=key, device=kind,
-        )  # fmt: skip
+        super().__init__(
+            source, self._link, rank=rank, world_size=world_size, group=group, config=config, key=key, device=kind
+        )
         if engines is not None:
-            with contextlib.ExitStack() as failed:
-                failed.callback(self.close)
+            with undone_by(lambda _: self.close()):
                 self.connect(engines)
-                failed.pop_all()
 
-    def connect(self, engines: Sequence[str]) -> None:
-        """Plan for these engines, and register the memory that is sent from. Collective, once.
-
-        Raises:
-            WeightSyncError: An engine does not answer, or its parameters cannot be filled from these tensors.
-        """
-        self.plan = self._publisher.connect(engines)
-        self._num_engines = len(engines)
-
-    def reconnect(self, engine: int, endpoint: str) -> None:
-        """Send to an engine that was started again, from the next update on. Collective; does not affect other engines.
-
-        Args:
-            engine: Its position among the engines.
-            endpoint: Where it is now.
-
-        Raises:
-            WeightSyncError: It does not answer, or has another layout than before. Raised alike on every rank. It gets
-                no further update until another reconnect().
-        """
-        if not 0 <= engine < self._num_engines:
-            raise ProtocolError(f"reconnect() names replica {engine}; there are {self._num_engines}")
-        self._publisher.reconnect(engine, endpoint)
-
-    def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
-        """Plan while engines still start, for the layouts that they are expected to have. Collective.
-
-        connect() then only meets them and takes the staging memory. It plans anew if engines have other layouts.
-
-        Args:
-            layouts: Per engine, by rank (`rollout.layouts.offline_layout`).
-
-        Raises:
-            WeightSyncError: Such parameters cannot be filled from these tensors.
-        """
-        self._publisher.plan_for(layouts)
-
-    def note_base(self) -> None:
-        """Say that the source's present values are what engines may hold. Reads all of them, sends nothing. Collective.
-
-        The next update() sends an engine rank that proves to hold them only what differs, if config.delta_bytes and
-        the engine's landing zone have one size; the others get every byte.
-
-        Raises:
-            WeightSyncError: The source cannot be read. Raised alike on every rank.
-        """
-        self._publisher.note_base()
+    def reconnect(self, replica: int, endpoint: str) -> None:
+        """Send to an engine that was started again, as Publisher.reconnect(). There are as many as connect() had."""
+        self._check_known("reconnect() names", [replica])
+        super().reconnect(replica, endpoint)
 
     @property
     def link(self) -> str:
         """The link in use."""
-        return self._transport.link
+        return self._link.link
 
     def update(
         self,
@@ -229,65 +181,48 @@ class Sender:
             WeightSyncError: The single hook raised, or `exclude` names an engine that does not exist. Raised alike on
                 every rank.
         """
-        if unknown := sorted(set(exclude) - set(range(self._num_engines))):
-            raise ProtocolError(f"update() excludes replicas {unknown}; there are {self._num_engines}")
-        hooks = _Hooks(request_hook, self._num_engines, exclude)
-        refused = self._meeting.on_rank0(dict[int, str], hooks.start)
-        report = self._publisher.publish(version, exclude={*exclude, *refused})
-        return self._meeting.on_rank0(PublishReport, lambda: hooks.finish(_with_errors(report, refused)))
+        self._check_known("update() excludes", exclude)
+        num_engines = len(self._endpoints)
+
+        def call(event: Event, ready: set[int]) -> dict[int, str]:
+            """Call the hooks whose engines are all ready. Returns the engines whose hook raised, and why."""
+            failed: dict[int, str] = {}
+            for hook, engines in _by_hook(request_hook, num_engines, exclude).items():
+                failure = outcome_of(hook, event) if ready.issuperset(engines) else None
+                if isinstance(failure, Exception):
+                    error = f"request_hook({event!r}) failed: {in_words(failure)}"
+                    if callable(request_hook):
+                        raise WeightSyncError(error) from failure
+                    failed |= dict.fromkeys(engines, error)
+            return failed
+
+        refused = self._meeting.on_rank0(dict[int, str], lambda: call("start", set(range(num_engines))))
+        report = _with_errors(self.publish(version, exclude={*exclude, *refused}), refused)
+        committed = {number for number, engine in enumerate(report.replicas) if engine.committed}
+        return _with_errors(report, self._meeting.on_rank0(dict[int, str], lambda: call("finish", committed)))
 
     def close(self) -> None:
         """Leave the link and drop staging."""
-        self._publisher.close()
-        self._transport.close()
+        super().close()
+        self._link.close()
+
+    def _check_known(self, what: str, replicas: Collection[int]) -> None:
+        if unknown := sorted(set(replicas) - set(range(len(self._endpoints)))):
+            raise ProtocolError(f"{what} replicas {unknown}; there are {len(self._endpoints)}")
 
 
-class _Hooks:
-    """Which hook to call for which engines. On rank 0."""
-
-    def __init__(
-        self, hook: RequestHook | Sequence[RequestHook] | None, num_engines: int, exclude: Collection[int]
-    ) -> None:
-        self._is_shared = callable(hook)
-        self._hooks = [hook] * num_engines if callable(hook) else list(hook or ())
-        self._num_engines = num_engines if hook is not None else 0
-        self._exclude = exclude
-
-    def start(self) -> dict[int, str]:
-        """Call all hooks with "start". Returns the engines whose hook raised, and why."""
-        if len(self._hooks) != self._num_engines:
-            raise ProtocolError(f"update() has {len(self._hooks)} request hooks for {self._num_engines} engines")
-        return {
-            number: error
-            for hook, numbers in self._engines().items()
-            if (error := self._call(hook, "start"))
-            for number in numbers
-        }
-
-    def finish(self, report: PublishReport) -> PublishReport:
-        """Call the hooks whose engines all committed with "finish". If a hook raises, its engines do not serve."""
-        failed: dict[int, str] = {}
-        for hook, numbers in self._engines().items():
-            if all(report.replicas[number].committed for number in numbers) and (error := self._call(hook, "finish")):
-                failed |= dict.fromkeys(numbers, error)
-        return _with_errors(report, failed)
-
-    def _engines(self) -> dict[RequestHook, list[int]]:
-        found: dict[RequestHook, list[int]] = {}
-        for number, hook in enumerate(self._hooks):
-            if number not in self._exclude:
-                found.setdefault(hook, []).append(number)
-        return found
-
-    def _call(self, hook: RequestHook, event: Event) -> str:
-        """Call a hook. Returns "", or why it failed."""
-        failure = outcome_of(hook, event)
-        if not isinstance(failure, Exception):
-            return ""
-        error = f"request_hook({event!r}) failed: {in_words(failure)}"
-        if self._is_shared:
-            raise WeightSyncError(error) from failure
-        return error
+def _by_hook(
+    hook: RequestHook | Sequence[RequestHook] | None, num_engines: int, exclude: Collection[int]
+) -> dict[RequestHook, list[int]]:
+    """The engines that each hook is for."""
+    hooks = [hook] * num_engines if callable(hook) else list(hook or ())
+    if hook is not None and len(hooks) != num_engines:
+        raise ProtocolError(f"update() has {len(hooks)} request hooks for {num_engines} engines")
+    found: dict[RequestHook, list[int]] = {}
+    for number, own in enumerate(hooks):
+        if number not in exclude:
+            found.setdefault(own, []).append(number)
+    return found
 
 
 def _with_errors(report: PublishReport, errors: Mapping[int, str]) -> PublishReport:

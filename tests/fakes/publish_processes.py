@@ -28,7 +28,7 @@ from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
-from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull, release
+from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_TRAINER_RANKS = 2
@@ -75,7 +75,7 @@ async def _serve(timeout_s: float, pipe: Connection) -> None:
             pipe.send(None)
         elif verb == "release":
             for receiver, offer in zip(engine.receivers, args[0], strict=True):
-                release(receiver, offer)
+                receiver.transport.reset(offer.binding.session)
             pipe.send(None)
         elif verb == "zero":
             for params in engine.params:

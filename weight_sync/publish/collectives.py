@@ -93,31 +93,24 @@ class Meeting:
 
     def gather(self, kind: Kind, value: T) -> list[T]:
         """Every rank's value, on rank 0; the other ranks get nothing."""
-        if self._group is None:
-            return [value]
-        with self._waiting("a gather"):
-            gathered = gather_bytes(pack(value), self._group)
-        return [unpack(kind, data) for data in gathered]
+        return values(self._collect(gather_bytes, kind, (value, None)))
 
     def attempts(self, kind: Kind, make: Callable[[], T]) -> list[Outcome[T]]:
         """Call make() on every rank. Rank 0 gets every rank's result or error, the others get nothing."""
-        outcome = _attempt(make)
-        if self._group is None:
-            return [outcome]
-        with self._waiting("a gather"):
-            gathered = gather_bytes(_packed(outcome), self._group)
-        return [_unpacked(kind, data) for data in gathered]
+        return self._collect(gather_bytes, kind, _attempt(make))
 
     def everywhere(self, kind: Kind, make: Callable[[], T]) -> list[T]:
         """Call make() on every rank. Every rank gets all results; if one fails, all raise the first one's error."""
-        outcome = _attempt(make)
+        return values(self._collect(all_gather_bytes, kind, _attempt(make)))
+
+    def _collect(
+        self, how: Callable[[bytes, dist.ProcessGroup], list[bytes]], kind: Kind, outcome: Outcome[T]
+    ) -> list[Outcome[T]]:
         if self._group is None:
-            if outcome[1] is not None:
-                raise outcome[1]
-            return values([outcome])
+            return [outcome]
         with self._waiting("a gather"):
-            gathered = all_gather_bytes(_packed(outcome), self._group)
-        return values([_unpacked(kind, data) for data in gathered])
+            gathered = how(_packed(outcome), self._group)
+        return [_unpacked(kind, data) for data in gathered]
 
     def add_up(self, table: Ints) -> None:
         """Put the sum of all ranks' tables into rank 0's. The other ranks' tables are undefined afterwards."""
@@ -140,7 +133,7 @@ def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
     """Every rank's result. Raises the first rank's error, if any rank has one."""
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
-            raise type(error)(f"trainer rank {rank}: {error}")
+            raise error if len(outcomes) == 1 else type(error)(f"trainer rank {rank}: {error}")
     return [cast(T, value) for value, _ in outcomes]
 
 

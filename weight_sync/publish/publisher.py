@@ -30,7 +30,7 @@ any that a replica has seen.
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,33 +207,33 @@ class Publisher:
         """
         if not self._is_connected:
             raise ProtocolError("note_base() before connect()")
-        found: list[Sums] = []
         self._bases.begin()
-        self._meeting.everywhere(None, lambda: found.append(self._pipeline.survey()))
-        self._meeting.add_up(found[0].table)
-        if self._meeting.rank == 0:
-            self._rank0.note_base(found[0])
+        self._survey(self._pipeline.survey, self._rank0.note_base)
         self._bases.end()
 
     def _learn_base(self, base: WeightSource) -> None:
         """Have every engine rank's digest of the base, from one pass over it that sends nothing. Collective."""
-        found: list[Sums] = []
 
-        def survey() -> None:
+        def survey() -> Sums:
             pipeline = Pipeline(
                 base, self._transport, device=self._device, watermark_bytes=self._config.watermark_bytes
             )
             try:
                 pipeline.load(self._pipeline.tasks, self._places)
-                found.append(pipeline.survey())
+                return pipeline.survey()
             finally:
                 pipeline.close()
 
-        self._meeting.everywhere(None, survey)
+        self._survey(survey, self._rank0.freeze_base)
+        self._is_base_known = True
+
+    def _survey(self, survey: Callable[[], Sums], learn: Callable[[Sums], None]) -> None:
+        """Have rank 0 learn what all ranks' sources add up to. Collective."""
+        found: list[Sums] = []
+        self._meeting.everywhere(None, lambda: found.append(survey()))
         self._meeting.add_up(found[0].table)
         if self._meeting.rank == 0:
-            self._rank0.freeze_base(found[0])
-        self._is_base_known = True
+            learn(found[0])
 
     def _publish_to(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""
@@ -303,7 +303,7 @@ class Publisher:
             if destination[0] not in replicas:
                 continue
             try:
-                self._pipeline.forget(session)
+                self._transport.reset(session)
                 del self._open_sessions[destination]
             except TransportError as e:  # the link is kept, and closing is tried again next time
                 logger.error("the link to %s cannot be closed yet: %s", self._endpoints[destination[0]], e)
