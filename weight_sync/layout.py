@@ -183,3 +183,14 @@ class Binding:
     addresses: dict[str, int]
     holds: str = ""
     """What the rank held before it began (replica/landing.held_digest); "" if that is not known."""
+
+
+def first_difference(tensors: Sequence[TensorMeta], wanted: Sequence[TensorMeta]) -> str:
+    """The first tensor of which two checkpoints do not say the same, in words; "" if there is none."""
+    ours, theirs = ({one.name: one for one in metas} for metas in (tensors, wanted))
+    for name in sorted({*ours, *theirs}):
+        here, there = ours.get(name), theirs.get(name)
+        if here != there:
+            said = (f"{one.dtype}{list(one.shape)}" if one else "absent" for one in (here, there))
+            return f"{name}: {' instead of '.join(said)}"
+    return ""

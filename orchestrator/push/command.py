@@ -42,8 +42,8 @@ from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from slipstream.rollout.served.client import LOOPBACK, Rendezvous, ServedEngine
 from slipstream.rollout.served.servers import ServerProcess
-from slipstream.weight_sync.disk.safetensors_files import first_difference, read_index, tensor_metas
-from slipstream.weight_sync.layout import DestLayout, TensorMeta
+from slipstream.weight_sync.disk.safetensors_files import read_index, tensor_metas
+from slipstream.weight_sync.layout import DestLayout, TensorMeta, first_difference
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 
 POLL_S = 0.05

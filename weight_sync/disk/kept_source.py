@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.weight_sync.layout import Region, SourceLayout
 from slipstream.weight_sync.page_lock import host_bytes
-from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, compile_reads
+from slipstream.weight_sync.pipeline.packing import CompiledReads, FillSlot, PackedRead, compile_reads
 from slipstream.weight_sync.plan.budget import aligned
 from slipstream.weight_sync.source import WeightSource
 
@@ -70,28 +70,19 @@ class KeptSource:
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """As the source's; what fills a slot is kept."""
+        filling = self.compile_marked_reads(reads)
+        return lambda slot: filling(slot, None)
+
+    def compile_marked_reads(self, reads: Sequence[PackedRead]) -> Callable[[Tensor, Tensor | None], FillSlot]:
         filling, kept = compile_reads(self._source, reads), self._kept(reads)
 
-        def with_keeping(slot: Tensor) -> FillSlot:
-            fill = filling(slot)
-
-            def fill_and_keep() -> None:
-                fill()
-                kept.take(slot, self._publish)
-
-            return fill_and_keep
-
-        return with_keeping
-
-    def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
-        filling, kept = compile_reads(self._source, reads), self._kept(reads)
-
-        def with_marks(slot: Tensor, marks: Tensor) -> FillSlot:
+        def with_marks(slot: Tensor, marks: Tensor | None) -> FillSlot:
             fill = filling(slot)
 
             def fill_and_mark() -> None:
                 fill()
-                kept.mark(slot, marks, self._publish, self._compare)
+                if marks is not None:
+                    kept.mark(slot, marks, self._publish, self._compare)
                 kept.take(slot, self._publish)
 
             return fill_and_mark

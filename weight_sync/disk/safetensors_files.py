@@ -10,7 +10,7 @@ data_offsets}}, then the data (https://huggingface.co/docs/safetensors). Its siz
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -88,17 +88,6 @@ def tensor_metas(stored: Mapping[str, StoredTensor]) -> tuple[TensorMeta, ...]:
                 f"{tensor.path}: {name} has format {tensor.dtype}; formats that can be published: {', '.join(DTYPES)}"
             )
     return tuple(TensorMeta(name, stored[name].shape, DTYPES[stored[name].dtype]) for name in sorted(stored))
-
-
-def first_difference(tensors: Sequence[TensorMeta], wanted: Sequence[TensorMeta]) -> str:
-    """The first tensor of which two checkpoints do not say the same, in words; "" if there is none."""
-    ours, theirs = ({one.name: one for one in metas} for metas in (tensors, wanted))
-    for name in sorted({*ours, *theirs}):
-        here, there = ours.get(name), theirs.get(name)
-        if here != there:
-            said = (f"{one.dtype}{list(one.shape)}" if one else "absent" for one in (here, there))
-            return f"{name}: {' instead of '.join(said)}"
-    return ""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

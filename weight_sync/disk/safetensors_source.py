@@ -19,7 +19,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -35,12 +35,11 @@ from slipstream.weight_sync.disk.copies import Held
 from slipstream.weight_sync.disk.safetensors_files import (
     DTYPES,
     StoredTensor,
-    first_difference,
     read_index,
     tensor_metas,
 )
 from slipstream.weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
-from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta, first_difference
 from slipstream.weight_sync.page_lock import page_lock, pages
 
 BLOCK_BYTES = 1 << 30
@@ -82,15 +81,9 @@ class BlockPlan:
     stop: int
     rows: tuple[Rows, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of bytes of a file, and its place in a block."""
-
-    path: Path
-    offset: int
-    place: int
-    num_bytes: int
+    def placed(self) -> Iterator[tuple[Rows, int]]:
+        """The rows, and where each begins in the block."""
+        return ((rows, rows.offset - self.start) for rows in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +123,15 @@ class Checkpoint:
         self.tensors: tuple[TensorMeta, ...] = tensor_metas(index)
         """Every tensor of the checkpoint, the same on all ranks."""
         self._plans = plan_blocks(index, rank, world_size)
-        self._pieces = [_pieces_of(plan, index) for plan in self._plans]
-        """Per block, where its bytes are read."""
+        self._index: Mapping[str, StoredTensor] = index
+        """Where the bytes are read; refresh() may name other files."""
         self._memory: list[mmap.mmap] = []
         self._blocks: list[Tensor] = []
         self._pinned: set[int] = set()
         self._source: TensorSource | None = None
         self._scratch_bytes = scratch_bytes
         self._lock = threading.Lock()
-        self.num_bytes = sum(plan.stop - plan.start for plan in self._plans)
+        self.num_bytes = sum(rows.num_bytes for plan in self._plans for rows in plan.rows)
         """Bytes of this rank's share."""
         self.num_bytes_read = 0
         """Bytes read so far by the present or the last read(); any thread may look at it."""
@@ -166,7 +159,7 @@ class Checkpoint:
         began = time.monotonic()
         source = self.source
         source.missing = f"CHECKPOINT={self._folder} was not read whole: call read() again"
-        before = _stamps(self._pieces)
+        before = self._stamps()
         self.num_bytes_read = 0
         jobs = [job for number in range(len(self._plans)) for job in self._jobs(number)]
         has_failed = threading.Event()
@@ -180,7 +173,7 @@ class Checkpoint:
         with ThreadPoolExecutor(self._num_threads, "weight-sync-read") as pool:
             for future in [pool.submit(run, job) for job in jobs]:
                 future.result()
-        if _stamps(self._pieces) != before:
+        if self._stamps() != before:
             raise ConfigError(f"CHECKPOINT={self._folder} changed while it was read; read it again")
         source.missing = ""
         pinned = sum(self._blocks[number].numel() for number in self._pinned)
@@ -202,21 +195,17 @@ class Checkpoint:
                 f"CHECKPOINT={where} has other tensors, shapes or formats than the one that was registered "
                 f"({difference}); register it anew"
             )
-        self._folder = where
-        self._pieces = [_pieces_of(plan, index) for plan in self._plans]
+        self._folder, self._index = where, index
         return self.read()
 
     def _jobs(self, number: int) -> list[Callable[[], None]]:
         """One job per chunk; the job that completes the block page-locks it."""
-        chunks = [
-            (
-                piece.path,
-                piece.offset + first,
-                self._blocks[number][piece.place :][first : piece.num_bytes][:CHUNK_BYTES],
-            )
-            for piece in self._pieces[number]
-            for first in range(0, piece.num_bytes, CHUNK_BYTES)
-        ]
+        chunks: list[tuple[Path, int, Tensor]] = []
+        for rows, place in self._plans[number].placed():
+            there = replace(rows, stored=self._index[rows.tensor])
+            for first in range(0, rows.num_bytes, CHUNK_BYTES):
+                out = self._blocks[number][place + first : place + rows.num_bytes][:CHUNK_BYTES]
+                chunks.append((there.stored.path, there.offset + first, out))
         left = [len(chunks)]
 
         def job(path: Path, offset: int, out: Tensor) -> None:
@@ -232,15 +221,18 @@ class Checkpoint:
 
     def _held(self) -> list[Held]:
         return [
-            Held(
-                rows.tensor,
-                rows.region,
-                DTYPES[rows.stored.dtype],
-                block[rows.offset - plan.start : rows.offset - plan.start + rows.num_bytes],
-            )
+            Held(rows.tensor, rows.region, DTYPES[rows.stored.dtype], block[place : place + rows.num_bytes])
             for plan, block in zip(self._plans, self._blocks, strict=True)
-            for rows in plan.rows
+            for rows, place in plan.placed()
         ]
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        paths = {self._index[rows.tensor].path for plan in self._plans for rows in plan.rows}
+        try:
+            stats = [path.stat() for path in sorted(paths)]
+        except OSError as error:
+            raise ConfigError(f"the checkpoint cannot be read: {error}") from error
+        return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def plan_blocks(
@@ -288,19 +280,6 @@ def _append(plans: list[BlockPlan], name: str, stored: StoredTensor, begin: int,
         plans.append(BlockPlan(stored.path, rows.offset, stop, (rows,)))
 
 
-def _pieces_of(plan: BlockPlan, index: Mapping[str, StoredTensor]) -> tuple[Piece, ...]:
-    """Where a checkpoint of this index has the rows of a block; neighbours in the file and in the block are joined."""
-    pieces: list[Piece] = []
-    for rows in plan.rows:
-        own = replace(rows, stored=index[rows.tensor])
-        place, last = rows.offset - plan.start, pieces[-1] if pieces else None
-        if last is not None and last.path == own.stored.path and last.offset + place - last.place == own.offset:
-            pieces[-1] = replace(last, num_bytes=place + rows.num_bytes - last.place)
-        else:
-            pieces.append(Piece(own.stored.path, own.offset, place, rows.num_bytes))
-    return tuple(pieces)
-
-
 def _allocate(plan: BlockPlan) -> mmap.mmap:
     """The block begins at the same offset in a page as in the file."""
     return pages(plan.start % _PAGE_BYTES + plan.stop - plan.start)
@@ -323,11 +302,3 @@ def _read_into(path: Path, offset: int, out: Tensor) -> None:
         raise ConfigError(f"{path} cannot be read at byte {offset}: {error}") from error
     finally:
         os.close(file)
-
-
-def _stamps(pieces: Sequence[Sequence[Piece]]) -> list[tuple[int, int]]:
-    try:
-        stats = [path.stat() for path in sorted({piece.path for of in pieces for piece in of})]
-    except OSError as error:
-        raise ConfigError(f"the checkpoint cannot be read: {error}") from error
-    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]

@@ -8,10 +8,11 @@ source may join pieces that are neighbours in its own memory and in the slot int
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,17 +137,12 @@ def same_bytes(tasks: Sequence[Task]) -> list[list[Task]]:
     return groups
 
 
-def cut_into_packets(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
-    """Cut tasks into slot loads, in schedule order. Each has as many aligned packets as fit and as are allowed."""
-    loads: list[list[list[Task]]] = []
-    used = slot_bytes
-    for group in same_bytes(tasks):
-        if used + group[0].num_bytes > slot_bytes or len(loads[-1]) == limits.max_load_packets(len(loads) - 1):
-            loads.append([])
-            used = 0
-        loads[-1].append(group)
-        used += aligned(group[0].num_bytes)
-    return [_laid_out(groups) for groups in loads]
+def cut_into_packets(tasks: Sequence[Task], limits: Staging) -> tuple[list[tuple[Packet, ...]], int]:
+    """Slot loads in schedule order, and the size of a slot. Raises: as Staging.cut()."""
+    groups = same_bytes(tasks)
+    sizes = np.array([group[0].num_bytes for group in groups], np.int64)
+    edges, slot_bytes = limits.cut(sizes, lambda number: groups[number][0].param)
+    return [_laid_out(groups[first:last]) for first, last in pairwise(edges)], slot_bytes
 
 
 def _laid_out(groups: Sequence[list[Task]]) -> tuple[Packet, ...]:

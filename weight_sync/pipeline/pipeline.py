@@ -49,12 +49,11 @@ from slipstream.weight_sync.pipeline.packing import (
     compile_reads,
     cut_into_packets,
     packed_reads,
-    same_bytes,
 )
 from slipstream.weight_sync.pipeline.staging_slots import Slots
 from slipstream.weight_sync.pipeline.sums import Places, Sums
 from slipstream.weight_sync.pipeline.trace import Tracer
-from slipstream.weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
+from slipstream.weight_sync.plan.budget import NUM_SLOTS, Staging, reserved_bytes
 from slipstream.weight_sync.plan.columns import Flags
 from slipstream.weight_sync.plan.tasks import Task
 from slipstream.weight_sync.source import WeightSource
@@ -145,23 +144,11 @@ class Pipeline:
             PlanError: A task is larger than a slot.
             TransportError: A failed write out of an earlier plan's staging cannot be closed yet.
         """
-        limits = self._limits
-        limit = limits.max_slot_bytes
-        for task in tasks:
-            if task.num_bytes > limit:
-                raise PlanError(
-                    f"a task of {task.num_bytes} bytes for {task.param} does not fit a staging slot of {limit} bytes"
-                )
-        total = sum(aligned(group[0].num_bytes) for group in same_bytes(tasks))
-        largest = max((aligned(task.num_bytes) for task in tasks), default=0)
-        self._slot_bytes = limits.slot_bytes(total, largest)
+        loads, self._slot_bytes = cut_into_packets(tasks, self._limits)
         self._recover_slots()
         self._drop_staging()  # frees an earlier plan's
         self.tasks, self.places = tasks, Places.of_tasks(tasks) if places is None else places
-        self._compiled = [
-            (packets, compile_reads(self._source, packed_reads(packets)))
-            for packets in cut_into_packets(tasks, self._slot_bytes, limits)
-        ]
+        self._compiled = [(packets, compile_reads(self._source, packed_reads(packets))) for packets in loads]
         self._takes_changes = takes_changes
         self._marked = []
         if self._marking is not None and takes_changes is not None:
@@ -353,10 +340,6 @@ class Pipeline:
             for replica in alive:
                 result.report.errors.setdefault(replica, f"{type(e).__name__}: {e}")
         return result
-
-    def forget(self, session: str) -> None:
-        """Close what the link still holds of a replica that failed outside this pipeline (it died, or refused)."""
-        self._transport.reset(session)
 
     def close(self) -> None:
         """Free staging. The caller closes the transport."""

@@ -13,10 +13,14 @@ receiver's port for long, while another still has dense bytes for that receiver.
 Invariant: what is reckoned here is what staging_slots.py allocates, and is never above the watermark.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.weight_sync.errors import WatermarkError
+import numpy as np
+
+from slipstream.weight_sync.errors import PlanError, WatermarkError
+from slipstream.weight_sync.plan.columns import Ints, first_true
 
 NUM_SLOTS = 2
 """One is packed while the other is written; a third measured slower elsewhere and would shrink the loads."""
@@ -69,13 +73,32 @@ class Staging:
         """Largest task that a plan for this rank should contain: slot / TASKS_A_SLOT."""
         return max(SLOT_ALIGNMENT_BYTES, self.max_slot_bytes // TASKS_A_SLOT)
 
-    def slot_bytes(self, total_bytes: int, largest_bytes: int) -> int:
-        """Size of a slot for a schedule of so many bytes: a quarter of them, so that stages overlap. Both aligned."""
-        return min(self.max_slot_bytes, max(largest_bytes, aligned(-(-total_bytes // 4))))
+    def cut(self, sizes: Ints, param_of: Callable[[int], str]) -> tuple[list[int], int]:
+        """Cut packets of these sizes, in schedule order, into slot loads, each of as many as fit and are allowed.
 
-    def max_load_packets(self, number: int) -> int:
-        """Most packets of a rank's `number`-th load."""
-        return min(max_packets(self.watermark_bytes), FIRST_PACKETS << min(number, 16))
+        Args:
+            param_of: The parameter of a packet, for messages.
+
+        Returns:
+            Where loads begin and, at last, end; and the size of a slot: a quarter of all, so that stages overlap.
+
+        Raises:
+            PlanError: A packet is larger than a slot.
+        """
+        most = self.max_slot_bytes
+        for number in first_true(sizes > most):
+            what = f"a task of {sizes[number]} bytes for {param_of(number)}"
+            raise PlanError(f"{what} does not fit a staging slot of {most} bytes")
+        padded = aligned(sizes)
+        slot_bytes = min(most, max(int(padded.max(initial=0)), aligned(-(-int(padded.sum()) // 4))))
+        before = np.cumsum(padded) - padded
+        reach = before + sizes  # where each packet ends, if all were in one slot
+        edges = [0]
+        while (first := edges[-1]) < len(sizes):
+            allowed = min(max_packets(self.watermark_bytes), FIRST_PACKETS << min(len(edges) - 1, 16))
+            fitting = int(reach.searchsorted(int(before[first]) + slot_bytes, side="right"))
+            edges.append(min(fitting, first + allowed))
+        return edges, slot_bytes
 
 
 def max_packets(watermark_bytes: int) -> int:

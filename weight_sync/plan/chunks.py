@@ -14,7 +14,6 @@ Example of a column-split load: rows of a (64, 32) slice that land 64 elements a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,12 +38,10 @@ from slipstream.weight_sync.plan.columns import (
     widened,
 )
 from slipstream.weight_sync.plan.holders import NOBODY, Holders, check_inside
-from slipstream.weight_sync.plan.tasks import PieceColumns, mesh_group_of
+from slipstream.weight_sync.plan.tasks import PieceColumns
 
 MAX_RUNS = 65536
 """Most contiguous runs that one load may be cut into; more means a transposed layout and tiny writes."""
-
-_INTEGER_COMPONENT = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +73,6 @@ class _Runs(Columns):
     shape: Ints
     axes: Ints
     holders: Ints
-
-
-def layer_of(tensor: str) -> int:
-    """The layer number in a checkpoint name: its first integer component; -1 when there is none."""
-    match = _INTEGER_COMPONENT.search(tensor)
-    return int(match.group(1)) if match else -1
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """What the schedule must know about every checkpoint tensor."""
-
-    group: Ints
-    layer: Ints
-
-    @classmethod
-    def of(cls, metas: Sequence[TensorMeta]) -> TensorFacts:
-        """Read them from the tensors' names."""
-        return cls(
-            np.array([mesh_group_of(meta.name) for meta in metas], np.int64),
-            np.array([layer_of(meta.name) for meta in metas], np.int64),
-        )
 
 
 def check_layout(layout: DestLayout, holders: Holders, who: str) -> None:
@@ -161,9 +136,7 @@ def _check_load(load: Load, metas: Mapping[str, TensorMeta], params: Mapping[str
         )
 
 
-def cut_layout(
-    layout: DestLayout, holders: Holders, facts: TensorFacts, who: str, *, max_task_bytes: int, max_shared_bytes: int
-) -> Chunks:
+def cut_layout(layout: DestLayout, holders: Holders, who: str, *, max_task_bytes: int, max_shared_bytes: int) -> Chunks:
     """Cut everything that one engine rank must receive into chunks.
 
     Args:
@@ -186,7 +159,7 @@ def cut_layout(
     shared = np.minimum(limit, (max_shared_bytes // sizes)[runs.param])
     limit = np.where(holders.set_sizes[runs.holders] > 1, shared, limit)
     runs, limit = _cut_by_rows(runs, limit)
-    return _merge(runs, limit, holders, facts)
+    return _merge(runs, limit, holders)
 
 
 def _runs(layout: DestLayout, holders: Holders, wanted: Flags, who: str) -> _Runs:
@@ -284,10 +257,10 @@ def _cut_by_rows(runs: _Runs, limit: Ints) -> tuple[_Runs, Ints]:
     return runs, limit
 
 
-def _merge(runs: _Runs, limit: Ints, holders: Holders, facts: TensorFacts) -> Chunks:
+def _merge(runs: _Runs, limit: Ints, holders: Holders) -> Chunks:
     """Join neighbouring runs of the same holders and mesh group up to the limit."""
     length = folded(np.multiply, runs.shape)
-    group = facts.group[runs.tensor]
+    group = holders.groups[runs.tensor]
     begins = changes(runs.param, runs.holders, group)
     begins[1:] |= runs.offset[1:] != runs.offset[:-1] + length[:-1]
     stretches = np.flatnonzero(begins)
@@ -306,7 +279,7 @@ def _merge(runs: _Runs, limit: Ints, holders: Holders, facts: TensorFacts) -> Ch
         runs.offset[heads],
         np.add.reduceat(length, heads) if len(heads) else heads,
         group[heads],
-        facts.layer[runs.tensor[heads]],
+        holders.layers[runs.tensor[heads]],
         runs.holders[heads],
         num_pieces,
         PieceColumns(

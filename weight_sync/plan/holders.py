@@ -14,8 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from slipstream.weight_sync.errors import PlanError
-from slipstream.weight_sync.layout import Region, SourceLayout, TensorMeta
+from slipstream.weight_sync.layout import Region, SourceLayout, TensorMeta, first_difference
 from slipstream.weight_sync.plan.columns import Ints, LoadTable, as_list, changes, first_true, folded, padded, spread
+from slipstream.weight_sync.plan.tasks import layer_of, mesh_group_of
 
 NOBODY = -1
 """Number of the empty set of holders."""
@@ -121,6 +122,16 @@ class Holders:
         return tuple(meta.name for meta in self.metas)
 
     @cached_property
+    def groups(self) -> Ints:
+        """In which mesh group each tensor is sent."""
+        return np.array([mesh_group_of(name) for name in self.names], np.int64)
+
+    @cached_property
+    def layers(self) -> Ints:
+        """Each tensor's layer."""
+        return np.array([layer_of(name) for name in self.names], np.int64)
+
+    @cached_property
     def _number_of(self) -> dict[str, int]:
         return {meta.name: number for number, meta in enumerate(self.metas)}
 
@@ -164,7 +175,8 @@ def find_holders(sources: Sequence[SourceLayout]) -> Holders:
             raise PlanError(f"two source layouts claim rank {source.rank}")
         seen.add(source.rank)
         if source.tensors is not tensors and source.tensors != tensors:
-            raise PlanError(_first_difference(sources[0], source))
+            detail = first_difference(source.tensors, tensors) or "the order of its tensors"
+            raise PlanError(f"source ranks {source.rank} and {sources[0].rank} disagree on the checkpoint: {detail}")
         columns.append(_shards_of(source, numbers, shapes, dims_of))
     rank, tensor, shards = (np.concatenate(column) for column in zip(*columns))
     return Holders(tensors, shapes, rank, tensor, shards)
@@ -203,12 +215,3 @@ def check_inside(region: Region, meta: TensorMeta, who: str) -> None:
             f"{who}: region start {list(region.start)} shape {list(region.shape)} does not lie inside "
             f"{meta.name} of shape {list(meta.shape)}"
         )
-
-
-def _first_difference(first: SourceLayout, other: SourceLayout) -> str:
-    """Say how two ranks' checkpoints differ."""
-    if len(first.tensors) != len(other.tensors):
-        detail = f"{len(first.tensors)} tensors against {len(other.tensors)}"
-    else:
-        detail = next(f"{a} against {b}" for a, b in zip(first.tensors, other.tensors) if a != b)
-    return f"source ranks {first.rank} and {other.rank} disagree on the checkpoint: {detail}"

@@ -27,7 +27,7 @@ import numpy as np
 
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import DTYPE_BYTES, Destination, DestLayout, SourceLayout
-from slipstream.weight_sync.plan.chunks import Chunks, TensorFacts, check_layout, cut_layout
+from slipstream.weight_sync.plan.chunks import Chunks, check_layout, cut_layout
 from slipstream.weight_sync.plan.columns import Ints, LoadTable, num_dims
 from slipstream.weight_sync.plan.holders import Holders, find_holders
 from slipstream.weight_sync.plan.proof import prove_coverage
@@ -112,20 +112,15 @@ def _alike(destinations: Mapping[Destination, DestLayout], holders: Holders) -> 
 
 def _cut(alike: Sequence[Alike], holders: Holders, max_task_bytes: int, max_shared_bytes: int) -> Needs:
     """Cut what every group of equal engine ranks needs, once."""
-    facts = TensorFacts.of(holders.metas)
     names: dict[str, int] = {}
     found: list[Chunks] = []
-    params: list[Ints] = []
     dtypes: list[Ints] = []
     for one in alike:
         who = f"replica {one.replicas[0]} rank {one.dest_rank}"
-        chunks = cut_layout(
-            one.layout, holders, facts, who, max_task_bytes=max_task_bytes, max_shared_bytes=max_shared_bytes
-        )
+        chunks = cut_layout(one.layout, holders, who, max_task_bytes=max_task_bytes, max_shared_bytes=max_shared_bytes)
         numbers = np.array([names.setdefault(param.name, len(names)) for param in one.layout.params], np.int64)
         dtype = np.array([DTYPES.index(param.dtype) for param in one.layout.params], np.int64)
-        found.append(chunks)
-        params.append(numbers[chunks.param])
+        found.append(replace(chunks, param=numbers[chunks.param]))
         dtypes.append(dtype[chunks.param])
     pieces, dtype = PieceColumns.concat([one.pieces for one in found]), np.concatenate(dtypes)
     chunks = replace(Chunks.concat(found), pieces=pieces)
@@ -135,7 +130,6 @@ def _cut(alike: Sequence[Alike], holders: Holders, max_task_bytes: int, max_shar
         params=tuple(names),
         member=np.repeat(np.arange(len(alike)), [len(chunks.param) for chunks in found]),
         chunks=chunks,
-        param=np.concatenate(params),
         offset_bytes=chunks.offset * element_bytes,
         num_bytes=chunks.num_elements * element_bytes,
         dtype=dtype,

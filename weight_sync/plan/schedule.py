@@ -47,7 +47,6 @@ class Needs:
     """Position in `alike`."""
     chunks: Chunks
     """Their `param` numbers `params`."""
-    param: Ints
     offset_bytes: Ints
     num_bytes: Ints
     """Bytes that one replica gets."""
@@ -172,7 +171,7 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
             replicas[window],
             chunks.group[own],
             dest_rank[own],
-            needs.param[own],
+            chunks.param[own],
             needs.offset_bytes[own],
             needs.num_bytes[own],
             needs.dtype[own],
@@ -185,7 +184,7 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
 def _places(needs: Needs) -> tuple[Ints, int]:
     """Where each need stands among all, by parameter and offset; alike for ranks that are cut alike. And how many."""
     found, place = np.unique(
-        needs.param * (1 + int(needs.offset_bytes.max(initial=0))) + needs.offset_bytes, return_inverse=True
+        needs.chunks.param * (1 + int(needs.offset_bytes.max(initial=0))) + needs.offset_bytes, return_inverse=True
     )
     return place, max(1, len(found))
 

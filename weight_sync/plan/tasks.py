@@ -9,6 +9,7 @@ replayed (pipeline.py, which iterates over objects). Invariant: equal schedules 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,12 @@ DTYPES: tuple[str, ...] = tuple(DTYPE_BYTES)
 def mesh_group_of(tensor: str) -> int:
     """Position in MESH_GROUPS of the group that a checkpoint tensor is sent in."""
     return MESH_GROUPS.index("experts" if ".experts." in tensor else "dense")
+
+
+def layer_of(tensor: str) -> int:
+    """The layer number in a checkpoint name: its first integer component; -1 when there is none."""
+    match = re.search(r"\.(\d+)\.", tensor)
+    return int(match.group(1)) if match else -1
 
 
 @dataclass(frozen=True, slots=True)

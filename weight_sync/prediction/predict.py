@@ -20,13 +20,11 @@ its watermark.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import pairwise
 
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import Destination
-from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned
-from slipstream.weight_sync.plan.columns import Ints, first_true
+from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging
 from slipstream.weight_sync.plan.tasks import TaskTable
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, Port, ports
@@ -206,9 +204,11 @@ def _sender(
     staging: Staging,
 ) -> SenderFigures:
     """One rank, whose port is busy for `port_s`; each packed byte costs so many passes over its memory."""
-    loads, slot_bytes = load_bytes(table, staging)
+    # A row is a packet. Where equal ranks of several replicas are cut differently, the pipeline may find a few more.
+    edges, slot_bytes = staging.cut(table.num_bytes, lambda row: table.params[int(table.param[row])])
+    loads = [int(table.num_bytes[first:last].sum()) for first, last in pairwise(edges)]
     # The host launches the next load's kernels while the device works, so the slower of the two counts.
-    packing = [max(float(size) * passes / rates.hbm_bytes_s, rates.load_launch_s) for size in loads]
+    packing = [max(size * passes / rates.hbm_bytes_s, rates.load_launch_s) for size in loads]
     entries = [ops for _, ops in flows.values()]
     rounds = -(-len(flows) // MAX_LINK_THREADS)
     busiest_entries = max(max(entries, default=0), -(-sum(entries) // MAX_LINK_THREADS))
@@ -234,34 +234,6 @@ def apply_passes(changed: float) -> float:
     """Traffic per byte of an engine rank to check streams and to put in this share of the elements: a line near 16,
     28, 38 and 56 ms at 0.5, 2, 5 and 12 % of 61 GB, measured beside MARK_PASSES."""
     return 1.3 + 19.0 * changed
-
-
-def load_bytes(table: TaskTable, staging: Staging) -> tuple[Ints, int]:
-    """Bytes that are packed for each slot load of a schedule, and the size of a slot, cut as pipeline.py cuts them.
-
-    A row of the table is a packet. If the same ranks of several replicas are cut differently, the pipeline may find a
-    few more equal packets.
-
-    Raises:
-        PlanError: a task is larger than a slot.
-    """
-    sizes, max_slot_bytes = table.num_bytes, staging.max_slot_bytes
-    if not len(sizes):
-        return sizes, 0
-    for row in first_true(sizes > max_slot_bytes):
-        raise PlanError(
-            f"a task of {sizes[row]} bytes for {table.params[int(table.param[row])]} does not fit a slot of "
-            f"{max_slot_bytes} bytes"
-        )
-    padded = aligned(sizes)
-    slot_bytes = staging.slot_bytes(int(padded.sum()), int(padded.max()))
-    before: Ints = np.cumsum(padded) - padded
-    reach = before + sizes  # where each row's bytes end, if all were in one slot
-    edges = [0]
-    while (first := edges[-1]) < len(sizes):
-        last = int(reach.searchsorted(int(before[first]) + slot_bytes, side="right"))
-        edges.append(min(last, first + staging.max_load_packets(len(edges) - 1)))
-    return np.add.reduceat(sizes, edges[:-1]), slot_bytes
 
 
 def messages_s(plan: TransferPlan, rates: LinkRates) -> float:

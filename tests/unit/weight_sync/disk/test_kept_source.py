@@ -142,7 +142,7 @@ def test_an_engine_that_was_filled_from_a_peer_takes_changes_once_it_has_hashed_
     reader.begin(1, 7, "from a peer")
     reader.verify_at_rest(1, 7, "from a peer", first.receivers[0].committed_hashes)
     reader.adopt(1, 7)
-    ends.sender._publisher._rank0._epoch = 7
+    ends.sender._rank0._epoch = 7
     step(tensors, 2)
     report = ends.sender.update(2)
     save(tensors, tmp_path)

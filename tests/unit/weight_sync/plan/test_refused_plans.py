@@ -124,7 +124,7 @@ def test_two_loads_of_the_same_bytes_are_refused():
         (lambda s: [s[0], dataclasses.replace(s[1], tensors=s[1].tensors[:-1])], "disagree on the checkpoint"),
         (
             lambda s: [s[0], dataclasses.replace(s[1], tensors=(TensorMeta("x", (1,), "int32"), *s[1].tensors[1:]))],
-            "disagree on the checkpoint: TensorMeta",
+            "disagree on the checkpoint: .* instead of ",
         ),
         (lambda s: [s[0], dataclasses.replace(s[1], shards=(SourceShard("x", Region((0,), (1,))),))], "does not have"),
         (

@@ -3,6 +3,7 @@ pipeline's own cutting and constants."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 from cases.layouts import systems
 from cases.plan_tables import table_of
@@ -18,7 +19,7 @@ from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, TaskTable
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
-from slipstream.weight_sync.prediction.predict import Prediction, apply_passes, load_bytes, predict
+from slipstream.weight_sync.prediction.predict import Prediction, apply_passes, predict
 
 PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 SLOW = LinkRates(
@@ -134,9 +135,11 @@ def test_loads_are_those_of_the_pipeline(system, limit):
     plan = build_plan(*system, max_task_bytes=limit // staging.TASKS_A_SLOT)
     for rank, tasks in plan.tasks.items():
         limits = Staging(watermark_bytes=2 * limit)
-        loads, slot_bytes = load_bytes(table_of(rank, tuple(tasks)), limits)
-        expected = packing.cut_into_packets(tasks, slot_bytes, limits)
-        assert loads.tolist() == [sum(packet.tasks[0].num_bytes for packet in packets) for packets in expected]
+        edges, slot_bytes = limits.cut(table_of(rank, tuple(tasks)).num_bytes, str)
+        loads, expected = packing.cut_into_packets(tuple(tasks), limits)
+        assert ([len(packets) for packets in loads], expected) == (np.diff(edges).tolist(), slot_bytes)
+        for packets in loads:
+            assert packets[-1].offset_bytes + packets[-1].tasks[0].num_bytes <= slot_bytes
 
 
 @pytest.mark.parametrize(
@@ -147,9 +150,8 @@ def test_loads_are_those_of_the_pipeline(system, limit):
 def test_loads_of_many_packets_are_those_of_the_pipeline(watermark_bytes, packets):
     schedule = (tuple(even_plan(num_bytes=1 << 12).tasks[0]) * 30_000)[:30_000]
     limits = Staging(watermark_bytes=watermark_bytes)
-    loads, slot_bytes = load_bytes(table_of(0, schedule), limits)
-    assert (loads // schedule[0].num_bytes).tolist() == packets
-    assert [len(load) for load in packing.cut_into_packets(schedule, slot_bytes, limits)] == packets
+    assert np.diff(limits.cut(table_of(0, schedule).num_bytes, str)[0]).tolist() == packets
+    assert [len(load) for load in packing.cut_into_packets(schedule, limits)[0]] == packets
 
 
 def test_scratch_is_that_of_the_hashes():
@@ -293,7 +295,7 @@ def test_what_makes_no_sense_is_refused():
         Placement(8, {0: 0}, {(0, 0): 0})
     with pytest.raises(PlanError, match="lacks replica 0 rank 0"):
         predict(plan, Placement(8, {0: 0}, {}), SLOW, STAGING)
-    with pytest.raises(PlanError, match="does not fit a slot"):
-        load_bytes(plan.tasks[0], Staging(watermark_bytes=128))
+    with pytest.raises(PlanError, match="does not fit a staging slot"):
+        predict(plan, Placement(8, {0: 0}, {(0, 0): 1}), SLOW, Staging(watermark_bytes=128))
     with pytest.raises(WatermarkError, match="raise the watermark"):
         _ = Staging(watermark_bytes=1000, reserved_bytes=990).max_slot_bytes
