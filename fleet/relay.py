@@ -147,7 +147,7 @@ async def _read(peer: Replica, reader: Replica, supervisor: Supervisor) -> _Read
         offers = await call(peer, "offer", source.offer())
     began = time.monotonic()
     pulled = await call(reader, "pull", target.pull(offers))
-    supervisor.linked(reader.name, peer.name, offers)
+    reader.links[peer.name] = offers
     if await call(peer, "offer", source.offer()) != offers:
         raise ReplicaDirty(f"{source.name} has moved on while {target.name} read version {offers[-1].version}")
     await call(reader, "adopt", target.adopt(offers[-1].version, offers[-1].epoch))

@@ -2,8 +2,8 @@
 
 Owns: the facts about a worker, and the notes, also those of a publish and of a return. Does not own: its calls
 (rollout/worker_verbs.py), who changes a state and when (roster.py, supervisor.py, starts.py and scaling.py; router.py
-counts what is in flight, and nobody else writes here), who reads from whom in a publish (relay.py), or the worker
-behind the protocol (orchestrator/cluster/ray_handles.py).
+counts what is in flight, relay.py notes links, loop/publication.py whom the trainer has met), who reads from whom in a
+publish (relay.py), or the worker behind the protocol (orchestrator/cluster/ray_handles.py).
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class Replica:
     is_held: bool = False
     """Takes part in the publish under way."""
     links: dict[str, list[Offer]] = field(default_factory=dict[str, "list[Offer]"])
-    """Peer -> what this replica read there in a publish (relay.py), over a link that is still open."""
+    """Peer -> what this replica read there in a publish (relay.py), over a link that stays open until the peer ends."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it fails, so that groups in flight on it are given up at once."""
 

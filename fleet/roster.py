@@ -82,26 +82,18 @@ class Roster:
         Raises:
             NoReplicasLeft: every replica is out.
         """
-
-        def is_decided() -> bool:
-            return self.num_serving > 0 or self.is_hopeless
-
         async with self.changed:
             # No deadline: a publish, a restart and a recovery have theirs, and every other state ends with one of them.
-            await self.changed.wait_for(is_decided)
+            await self.changed.wait_for(lambda: self.num_serving > 0 or self.is_hopeless)
         self.require_replicas()
         serving = [replica for replica in self.replicas.values() if replica.state is ReplicaState.serving]
         return min(serving, key=lambda replica: replica.num_in_flight)
 
     async def stranded(self) -> None:
         """Wait until a replica needs weights and no replica serves, from which it could read them."""
-
-        def is_stranded() -> bool:
-            others = (ReplicaState.serving, ReplicaState.updating, ReplicaState.recovering)
-            return self.count(ReplicaState.pending) > 0 and self.count(*others) == 0
-
+        others = (ReplicaState.serving, ReplicaState.updating, ReplicaState.recovering)
         async with self.changed:
-            await self.changed.wait_for(is_stranded)
+            await self.changed.wait_for(lambda: self.count(ReplicaState.pending) > 0 and self.count(*others) == 0)
 
     async def leave(self, replica: Replica, state: ReplicaState, reason: str) -> None:
         """Take a failed worker out of service; whoever waits for an answer of it gives up."""

@@ -31,7 +31,6 @@ from slipstream.fleet.roster import Roster
 from slipstream.fleet.scaling import MakeRoom, Room, Scaling
 from slipstream.fleet.starts import Starts
 from slipstream.weight_sync.publish.report import ReplicaReport
-from slipstream.weight_sync.replica.recovery import Offer
 
 logger = logging.getLogger(__name__)
 
@@ -124,14 +123,6 @@ class Supervisor:
             exclude=[replica.place for replica in self.roster.replicas.values() if replica not in included],
             joining=[replica for replica in included if not replica.is_known],
         )
-
-    def joined(self, name: str) -> None:
-        """The trainer has met this replica."""
-        self.roster.replicas[name].is_known = True
-
-    def linked(self, reader: str, peer: str, offers: list[Offer]) -> None:
-        """A replica has read from a peer in a publish, and keeps its link until the peer dies or is replaced."""
-        self.roster.replicas[reader].links[peer] = offers
 
     async def settle(self, outcomes: Sequence[ReplicaReport]) -> None:
         """End a publish: a replica that committed serves, one that failed is restarted, or out.

@@ -63,7 +63,7 @@ class Publication:
         except WeightSyncError as error:
             await self._supervisor.fail(replica, f"{type(error).__name__}: {error}", told_by_others=True)
             return False
-        self._supervisor.joined(replica.name)
+        replica.is_known = True
         return True
 
     async def _write(self, exclude: Sequence[int], number: int = 0) -> PublishReport:

@@ -67,7 +67,7 @@ class FakeFleet:
         """Returns who was left out."""
         held = await self.supervisor.hold()
         for replica in held.joining:
-            self.supervisor.joined(replica.name)
+            replica.is_known = True
         places = range(len(self.world.committed))
         for index in set(places) - set(held.exclude):
             self.world.committed[index] = version

@@ -66,7 +66,7 @@ async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_
     held = await fleet.supervisor.hold()
     assert [replica.name for replica in held.joining] == ["rollout-1", "rollout-2"]
     assert held.exclude == []
-    fleet.supervisor.joined("rollout-2")
+    fleet.supervisor.roster.replicas["rollout-2"].is_known = True
     await fleet.supervisor.settle([outcome(True)] * 3)
     assert [replica.name for replica in (await fleet.supervisor.hold()).joining] == ["rollout-1"]
     assert fleet.events(1) == [E.joining, E.process_up, E.up, E.read, E.serving]
@@ -172,7 +172,7 @@ async def test_those_that_do_not_serve_yet_go_first(is_publishing: bool) -> None
 
 async def test_a_worker_in_a_publish_goes_after_it() -> None:
     fleet = await Fleet(2).published(0)
-    fleet.supervisor.linked("rollout-0", "rollout-1", [an_offer(0)])
+    fleet.supervisor.roster.replicas["rollout-0"].links["rollout-1"] = [an_offer(0)]
     await fleet.supervisor.hold()
     await fleet.supervisor.scaling.scale(1)
     fleet.worker(1).told.set()  # by a signal as well

@@ -71,7 +71,7 @@ class Cast(FakeFleet):
         self.world.diary.clear()
         held = await self.supervisor.hold()
         for replica in held.joining:
-            self.supervisor.joined(replica.name)
+            replica.is_known = True
         report = await publish_by_relay(write, self.supervisor)
         await self.supervisor.settle(report.replicas)
         return report

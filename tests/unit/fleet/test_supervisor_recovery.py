@@ -275,8 +275,8 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
 ) -> None:
     cast = await serving(num_workers=4)
     cast.replica(3).state = S.out
-    cast.supervisor.linked("rollout-1", "rollout-0", [an_offer(0)])
-    cast.supervisor.linked("rollout-2", "rollout-0", [an_offer(0)])
+    for reader in (1, 2):
+        cast.replica(reader).links["rollout-0"] = [an_offer(0)]
     await cast.supervisor.hold()
     await cast.fail(0)
     await turns()
