@@ -18,6 +18,7 @@ Invariant: `serving` is set only while every rank holds one committed version.
 """
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,7 +26,6 @@ from slipstream.conf.schema import PauseMode, WeightSyncConfig
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.receivers import WEIGHTS, Receivers
 from slipstream.weight_sync.calls.verbs import verb_of
-from slipstream.weight_sync.gc_freeze import allow_collections, hold_collections
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint, ReplicaHandler
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
@@ -66,7 +66,7 @@ class BaseReplica(ReplicaHandler):
     async def close(self) -> None:
         """Serve no more, and answer no publisher. Idempotent."""
         self.serving.clear()
-        allow_collections()
+        gc.enable()
         await self.endpoint.close()
         if self._clearing is not None:
             self._clearing.cancel()
@@ -110,7 +110,7 @@ class BaseReplica(ReplicaHandler):
         """Stop serving, then pause the engine. Only begin(), which comes later, lets bytes change, so no request
         samples from a mixture of versions."""
         self.serving.clear()
-        hold_collections()
+        gc.disable()  # until it resumes (weight_sync/gc_freeze.py)
         await self._engine.pause(self.config.requests_in_flight, timeout_s=self._limit_s)
 
     async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Bound]:
@@ -125,7 +125,7 @@ class BaseReplica(ReplicaHandler):
         await self._put_in_service(Receivers.commit, version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
-        allow_collections()
+        gc.enable()
         await self._ask(self._limit_s, Receivers.abort, WEIGHTS, epoch, reason)
 
     async def _put_in_service(self, verb: Callable[[Any, int, int, int], None], version: int, epoch: int) -> None:
@@ -136,7 +136,7 @@ class BaseReplica(ReplicaHandler):
         await self._ask(self._limit_s, verb, WEIGHTS, version, epoch)
         await self._engine.set_version(version)
         await self._engine.resume(timeout_s=self._limit_s)
-        allow_collections()
+        gc.enable()
         self.serving.set()
 
     def _clear_cache(self) -> None:

@@ -83,10 +83,11 @@ def _branch(rollout: Rollout, leaf: int, counted: set[int]) -> Branch:
     path: list[int] = []
     number: int | None = leaf
     while number is not None:
-        path.append(number)
+        path.insert(0, number)
         number = rollout.turns[number].parent
-    branch, places = Branch([], [], [], [], []), list[int]()
-    for number in reversed(path):
+    places = list[int]()
+    branch = Branch([], [], [], [], places, _routes([rollout.turns[number].routes for number in path]))
+    for number in path:
         turn = rollout.turns[number]
         sampled = slice(ends[number] - turn.num_tokens, ends[number])
         is_new = number not in counted
@@ -97,14 +98,7 @@ def _branch(rollout: Rollout, leaf: int, counted: set[int]) -> Branch:
         branch.logprobs.extend([0.0] * len(turn.given_token_ids) + logprobs)
         branch.policy_versions.extend(rollout.policy_versions[sampled] if is_new else [])
         places.extend(range(sampled.start, sampled.stop) if is_new else [])
-    return Branch(
-        branch.token_ids,
-        branch.counts,
-        branch.logprobs,
-        branch.policy_versions,
-        places,
-        _routes([rollout.turns[number].routes for number in reversed(path)]),
-    )
+    return branch
 
 
 def _routes(parts: Sequence[Routes | None]) -> Routes | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.weight_sync.replica.messages import Bound, Expected
 from slipstream.weight_sync.replica.receiver import Receiver
-from slipstream.weight_sync.replica.recovery import Offer, Pulled, make_offer, pull, release
+from slipstream.weight_sync.replica.recovery import Offer, Pulled, make_offer, pull
 
 WEIGHTS = 0
 """The `slot` of an engine's own weights, for which a rank has one receiver."""
@@ -58,8 +58,9 @@ class Receivers:
         self._receivers[slot].adopt(version, epoch)
 
     def release(self, offers: Sequence[Offer]) -> None:
-        """recovery.release: close the link to the peer, which all receivers of a rank share."""
-        release(self._receivers[0], offers[self._rank])
+        """Close the link to the peer, which all receivers of a rank share: open, it would keep the peer's memory mapped
+        here, and pinned after the peer's death. No part of pull(): it takes a second, in which the peer may move on."""
+        self._receivers[0].transport.reset(offers[self._rank].binding.session)
 
 
 class SlotReceivers(Receivers):

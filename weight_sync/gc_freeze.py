@@ -24,16 +24,6 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def hold_collections() -> None:
-    """Start no automatic collection until allow_collections(). Reference counting goes on."""
-    gc.disable()
-
-
-def allow_collections() -> None:
-    """End hold_collections(); harmless without it."""
-    gc.enable()
-
-
 @contextlib.contextmanager
 def frozen_imports() -> Generator[None]:
     """For a block that imports something large: no automatic collection starts in it, and later ones skip what it

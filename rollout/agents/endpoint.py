@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import accumulate
 
 from aiohttp import web
@@ -68,8 +69,8 @@ class Endpoint:
             OSError: The port is taken, or the address is not this machine's.
         """
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", partial(self._answer, is_chat=True))
+        app.router.add_post("/v1/completions", partial(self._answer, is_chat=False))
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", _no_such_path)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -89,12 +90,6 @@ class Endpoint:
         return web.json_response(
             {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "slipstream"}]}
         )
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, is_chat=True)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, is_chat=False)
 
     async def _answer(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         episode = self._episode_of(request)

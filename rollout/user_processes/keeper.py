@@ -50,19 +50,18 @@ def keep(fd: int, max_log_bytes: int, command: list[str]) -> int:
     os.close(theirs)
     os.close(fd)
     os.set_blocking(output, False)
-    log = CappedLog(1, max_log_bytes)
     poller = select.poll()
     for watched in (0, os.pidfd_open(process.pid), output):
         poller.register(watched, select.POLLIN)
     while process.returncode is None:
         ready = {fd for fd, _ in poller.poll(REAP_S * 1000)}
-        if output in ready and not log.copy(output):
+        if output in ready and not copy(output, 1, max_log_bytes):
             poller.unregister(output)
         _reap(process)
         if 0 in ready:
             break
     end_children(process)
-    while log.copy(output):
+    while copy(output, 1, max_log_bytes):
         pass
     status = process.returncode or 0
     return status if status >= 0 else 128 - status
@@ -146,26 +145,20 @@ def _parent_of(pid: int) -> int:
     return int((Path("/proc") / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
-class CappedLog:
-    """A file that several keepers append to, up to a size."""
-
-    def __init__(self, fd: int, max_bytes: int) -> None:
-        self._fd = fd
-        self._max_bytes = max_bytes
-
-    def copy(self, source: int) -> bool:
-        """Append what one read of `source` gives, and drop what exceeds the size. False: there was nothing to read."""
-        try:
-            data = os.read(source, 1 << 16)
-        except BlockingIOError:
-            return False
-        room = self._max_bytes - os.fstat(self._fd).st_size
-        if data and room > 0:
-            if len(data) > room:
-                data = data[:room] + b"\n[cut here: this file has reached its %d bytes]\n" % self._max_bytes
-            with contextlib.suppress(OSError):  # on a full disk the output is lost, but the process goes on
-                os.write(self._fd, data)
-        return bool(data)
+def copy(source: int, log: int, max_bytes: int) -> bool:
+    """Append what one read of `source` gives to a file that several keepers append to, and drop what exceeds its size.
+    False: there was nothing to read."""
+    try:
+        data = os.read(source, 1 << 16)
+    except BlockingIOError:
+        return False
+    room = max_bytes - os.fstat(log).st_size
+    if data and room > 0:
+        if len(data) > room:
+            data = data[:room] + b"\n[cut here: this file has reached its %d bytes]\n" % max_bytes
+        with contextlib.suppress(OSError):  # on a full disk the output is lost, but the process goes on
+            os.write(log, data)
+    return bool(data)
 
 
 if __name__ == "__main__":

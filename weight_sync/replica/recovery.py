@@ -12,7 +12,7 @@ what serves.
           VERIFIED
                                     offer      <---   make_offer once more, compared by the caller
     Receiver.adopt: CLEAN
-    release: closes the link
+    then Receivers.release: closes the link
 
 The bytes are those that kernels read, including fills and repacking: nothing is loaded, sent or packed again, and no
 trainer rank takes part. If a publish begins on the peer meanwhile, it changes the epoch before it changes a byte. So
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ReplicaDirty, TransportError
-from slipstream.weight_sync.layout import Binding, DestLayout
+from slipstream.weight_sync.layout import Binding
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Offer:
     plan: str
     """Digest of the plan that brought the version."""
     layout: str
-    """layout_digest of the rank. Bytes have the same meaning only if it is equal."""
+    """layouts_digest of the rank. Bytes have the same meaning only if it is equal."""
     link: str
     binding: Binding
     hashes: dict[str, int]
@@ -79,11 +79,6 @@ def slowest(ranks: Sequence[Pulled]) -> Pulled:
     )
 
 
-def layout_digest(layout: DestLayout) -> str:
-    """Digest of everything that a rank holds and of where it comes from, including the rank's number."""
-    return layouts_digest((layout,))
-
-
 def make_offer(receiver: Receiver) -> Offer:
     """This rank's offer. Raises ReplicaDirty unless it serves one committed version."""
     state = receiver.state
@@ -97,7 +92,7 @@ def make_offer(receiver: Receiver) -> Offer:
         state.version,
         state.epoch,
         state.digest,
-        layout_digest(described.layout),
+        layouts_digest((described.layout,)),
         described.link,
         described.binding,
         dict(receiver.committed_hashes),
@@ -115,7 +110,7 @@ def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
         TransportError: The bytes did not arrive. The rank is DIRTY.
         IntegrityError: They are not what the peer committed. The rank is DIRTY.
     """
-    mine = layout_digest(receiver.layout)
+    mine = layouts_digest((receiver.layout,))
     if mine != offer.layout:
         raise PlanMismatch(
             f"rank {receiver.layout.rank} has layout {mine[:12]}, its peer {offer.layout[:12]}: their bytes are not"
@@ -165,12 +160,3 @@ def parts_of(sizes: Sequence[int], count: int) -> list[slice]:
     part_of = [min(start * count // max(total, 1), count - 1) for start, _ in zip(starts, sizes, strict=False)]
     cuts = [0, *(index for index in range(1, len(part_of)) if part_of[index] != part_of[index - 1]), len(sizes)]
     return [slice(first, stop) for first, stop in itertools.pairwise(cuts) if first < stop]
-
-
-def release(receiver: Receiver, offer: Offer) -> None:
-    """Close the link to a peer that was read from, once this rank serves.
-
-    An open link would keep the peer's memory mapped here, and pinned after the peer's death. Not part of pull(),
-    because closing takes about a second, in which the peer's version may change.
-    """
-    receiver.transport.reset(offer.binding.session)

@@ -13,7 +13,7 @@ from slipstream.rollout.agents.agent_pool import Outcome, agent_pool, run_episod
 from slipstream.rollout.agents.failures import DIED
 from slipstream.rollout.errors import AgentError
 from slipstream.rollout.rewards.outcomes import read_answer
-from slipstream.rollout.user_processes.keeper import CappedLog
+from slipstream.rollout.user_processes.keeper import copy
 from slipstream.rollout.user_processes.pool import UserPool, _Place, user_environment
 from slipstream.rollout.user_processes.user_process import TIMEOUT, Lost
 
@@ -108,24 +108,24 @@ async def test_the_process_with_room_that_is_up_and_has_the_fewest_questions_is_
 
 def test_a_log_takes_what_there_is_room_for(tmp_path: Path) -> None:
     """Two keepers append to one file of ten bytes."""
-    logs = [CappedLog(os.open(tmp_path / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 10) for _ in range(2)]
+    logs = [os.open(tmp_path / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT) for _ in range(2)]
     source, theirs = os.pipe()
     os.set_blocking(source, False)
-    assert not logs[0].copy(source), "there is nothing to read"
+    assert not copy(source, logs[0], 10), "there is nothing to read"
     for log, written, wanted in (
         (logs[0], b"abcd", b"abcd"),
         (logs[1], b"efghij", b"abcdefghij"),
         (logs[0], b"k", b"abcdefghij"),
     ):
         os.write(theirs, written)
-        assert log.copy(source)
+        assert copy(source, log, 10)
         assert (tmp_path / "log").read_bytes() == wanted
-    small = CappedLog(os.open(tmp_path / "small", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 3)
+    small = os.open(tmp_path / "small", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(theirs, b"abcd")
-    assert small.copy(source)
+    assert copy(source, small, 3)
     assert (tmp_path / "small").read_bytes() == b"abc\n[cut here: this file has reached its 3 bytes]\n"
     os.close(theirs)
-    assert not small.copy(source), "the end"
+    assert not copy(source, small, 3), "the end"
 
 
 @pytest.mark.parametrize("count", [10**400, -(10**400), float("inf"), "1", None])

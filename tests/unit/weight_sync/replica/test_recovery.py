@@ -24,17 +24,16 @@ from slipstream.weight_sync.errors import (
     TransferTimeout,
 )
 from slipstream.weight_sync.integrity import hash_bytes
+from slipstream.weight_sync.record.layout_wire import layouts_digest
 from slipstream.weight_sync.replica import recovery
 from slipstream.weight_sync.replica.receiver import Receiver
 from slipstream.weight_sync.replica.recovery import (
     NUM_READS,
     Offer,
     Pulled,
-    layout_digest,
     make_offer,
     parts_of,
     pull,
-    release,
     slowest,
 )
 from slipstream.weight_sync.replica.version_state import Phase
@@ -120,7 +119,7 @@ def test_releasing_a_peer_closes_its_link_and_nothing_else(pair: Pair) -> None:
     offer = pair.offer()
     pull(pair.rank, offer, timeout_s=5)
     pair.rank.adopt(3, 5)
-    release(pair.rank, offer)
+    pair.rank.transport.reset(offer.binding.session)
     assert pair.links[0].closed == [offer.binding.session]
     assert pair.rank.state.is_serving
 
@@ -283,7 +282,9 @@ def test_another_layout_or_link_is_refused_before_a_byte_moves(pair: Pair) -> No
 
 
 def test_layout_digests_tell_ranks_apart_and_agree_between_replicas(pair: Pair) -> None:
-    digests = [[layout_digest(receiver.layout) for receiver in engine.receivers] for engine in (pair.peer, pair.fresh)]
+    digests = [
+        [layouts_digest((receiver.layout,)) for receiver in engine.receivers] for engine in (pair.peer, pair.fresh)
+    ]
     assert digests[0] == digests[1]
     assert digests[0][0] != digests[0][1]
 
