@@ -8,8 +8,8 @@
 A plan is a run with several events. After each plan the run's files are checked: every prompt of an epoch was used
 exactly once, no sample is of another version than the one that was verified, every row of metrics is there once. The
 plan `trainer` runs to a fixed step, and its samples and adapter are compared with those of two undisturbed runs of the
-same seeds, `taught` (fine-tuning) with one. Writes bench/results/chaos_matrix-cpu.json after every event; a second call
-does what is left. Prints a table. `fill` wants file systems that are its own; nodes that are cut off: bench/nodes.py.
+same seeds, `taught` (fine-tuning) with one. Writes chaos_matrix-cpu.json, in bench/results, after every event; a second
+call does what is left. Prints a table. `fill` wants file systems that are its own; cut nodes: bench/nodes.py.
 """
 
 import argparse
