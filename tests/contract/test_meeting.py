@@ -148,7 +148,7 @@ def tensors_of_all(meeting: Meeting) -> Any:
     return [meta.name for meta in source.layout().tensors]
 
 
-TOO_LONG = "trainer ranks send messages of [6, 2003, 6] bytes; at most 1000 are read"
+TOO_LONG = "trainer ranks send messages of [9, 2006, 9] bytes; at most 1000 are read"
 UNSENDABLE = "a value of type object cannot be sent to the other ranks: a message cannot hold object"
 CASES: list[tuple[Callable[[Meeting], Any], list[Any]]] = [
     (everyone_hears_rank0, [7, 7, 7]),
