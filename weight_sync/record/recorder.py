@@ -29,7 +29,7 @@ from slipstream.weight_sync.errors import RecordError
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
 from slipstream.weight_sync.record.op_schema import mutated, schema_of, storage_of, tensors_in
 from slipstream.weight_sync.record.strides import rectangles
-from slipstream.weight_sync.record.tiling import Written, account
+from slipstream.weight_sync.record.tiling import Filled, account
 
 aten = torch.ops.aten
 
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):
         self.tensors = tensors
         self.left_out = left_out
         self.names: set[str] = set()
-        self.written: list[Written] = []
+        self.written: list[Load | Filled] = []
         self.current = ""
         self.error: RecordError | None = None
         self._sources: dict[int, _Source] = {}
@@ -367,15 +367,7 @@ class _Recorder(TorchDispatchMode):
                 f"{list(args[1].shape)}, stride {list(args[1].stride())}) is no rectangle: {error}"
             ) from error
         for part in found:
-            self.written.append(
-                Written(
-                    name,
-                    part.offset,
-                    tuple(part.region.shape[axis] for axis in part.axes),
-                    part.stride,
-                    Load(source.meta.name, part.region, part.axes, name, part.offset, part.stride),
-                )
-            )
+            self.written.append(Load(source.meta.name, part.region, part.axes, name, part.offset, part.stride))
         return dest
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -389,7 +381,7 @@ class _Recorder(TorchDispatchMode):
             value = value.item()
         if dest.numel():
             name, offset = target
-            self.written.append(Written(name, offset, tuple(dest.shape), dest.stride(), float(value)))
+            self.written.append(Filled(name, offset, tuple(dest.shape), dest.stride(), float(value)))
         return dest
 
 

@@ -23,24 +23,24 @@ _Ranges = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """One write of a loader: a strided block of a parameter, from a checkpoint tensor or a constant."""
+class Filled:
+    """One write of a loader that is no load: a constant, into a strided block of a parameter."""
 
     param: str
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    value: Load | float
+    value: float
 
 
-def account(params: Sequence[Param], written: Sequence[Written]) -> tuple[tuple[Load, ...], tuple[Fill, ...]]:
+def account(params: Sequence[Param], written: Sequence[Load | Filled]) -> tuple[tuple[Load, ...], tuple[Fill, ...]]:
     """Check that the writes, in the order in which they were made, give every element one value.
 
     Raises:
         RecordError: a parameter that is not derived is not written, or only in part; or something is written twice.
             The message names all unwritten parameters.
     """
-    by_param: dict[str, list[Written]] = {param.name: [] for param in params}
+    by_param: dict[str, list[Load | Filled]] = {param.name: [] for param in params}
     for write in written:
         by_param[write.param].append(write)
     unwritten = [p.name for p in params if not by_param[p.name] and p.post_load is not PostLoad.derived]
@@ -53,13 +53,13 @@ def account(params: Sequence[Param], written: Sequence[Written]) -> tuple[tuple[
     for param in params:
         if by_param[param.name]:
             fills.extend(_account_one(param, by_param[param.name]))
-    return tuple(write.value for write in written if isinstance(write.value, Load)), tuple(fills)
+    return tuple(write for write in written if isinstance(write, Load)), tuple(fills)
 
 
-def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
+def _account_one(param: Param, writes: list[Load | Filled]) -> list[Fill]:
     """The fills that remain of one parameter, after checking that loads and fills tile it."""
     ranges = [_ranges(write) for write in writes]
-    is_load = [isinstance(write.value, Load) for write in writes]
+    is_load = [isinstance(write, Load) for write in writes]
     none: _Ranges = np.empty((0, 2), dtype=np.int64)
     loaded = np.concatenate([none, *itertools.compress(ranges, is_load)])
     when = np.repeat(np.arange(len(writes)), [len(of) if one else 0 for of, one in zip(ranges, is_load, strict=True)])
@@ -69,7 +69,7 @@ def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
     taken = loaded
     fills: list[tuple[int, int, float]] = []
     for number, write in reversed(list(enumerate(writes))):  # the last fill of an element counts
-        if isinstance(write.value, Load):
+        if isinstance(write, Load):
             continue
         filled = _sorted(ranges[number])
         wiped = _intersects(loaded[when < number], filled)
@@ -87,9 +87,10 @@ def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
     return [Fill(param.name, start, stop - start, value) for start, stop, value in sorted(fills)]
 
 
-def _ranges(write: Written) -> _Ranges:
+def _ranges(write: Load | Filled) -> _Ranges:
     """The contiguous element ranges of a strided block, unsorted."""
-    dims = sorted(((step, size) for step, size in zip(write.stride, write.shape) if size > 1), reverse=True)
+    shape = [write.region.shape[axis] for axis in write.axes] if isinstance(write, Load) else write.shape
+    dims = sorted(((step, size) for step, size in zip(write.stride, shape) if size > 1), reverse=True)
     length = 1
     while dims and dims[-1][0] == length:
         length *= dims.pop()[1]
@@ -104,12 +105,12 @@ def _sorted(ranges: _Ranges) -> _Ranges:
     return ranges[np.argsort(ranges[:, 0], kind="stable")]
 
 
-def _check_once(param: Param, ranges: _Ranges, writes: list[Written]) -> None:
+def _check_once(param: Param, ranges: _Ranges, writes: list[Load | Filled]) -> None:
     """Raise RecordError if two loads write the same element."""
     twice = np.flatnonzero(ranges[1:, 0] < ranges[:-1, 1])
     if len(twice):
         at = int(ranges[twice[0] + 1, 0])
-        loads = [(w.value.tensor, _ranges(w)) for w in writes if isinstance(w.value, Load)]
+        loads = [(write.tensor, _ranges(write)) for write in writes if isinstance(write, Load)]
         names = [name for name, parts in loads if ((parts[:, 0] <= at) & (at < parts[:, 1])).any()]
         raise RecordError(
             f"{param.name}: element {at} is loaded more than once, from {', '.join(dict.fromkeys(names))}"
