@@ -200,12 +200,20 @@ class Checkpoint:
 
     def _jobs(self, number: int) -> list[Callable[[], None]]:
         """One job per chunk; the job that completes the block page-locks it."""
-        chunks: list[tuple[Path, int, Tensor]] = []
+        # A file, where the block would begin in it, and what is read of it, by its place in the block. What is together
+        # in both is one run: a read for each of 100,000 small tensors would take seconds.
+        runs: list[tuple[Path, int, int, int]] = []
         for rows, place in self._plans[number].placed():
             there = replace(rows, stored=self._index[rows.tensor])
-            for first in range(0, rows.num_bytes, CHUNK_BYTES):
-                out = self._blocks[number][place + first : place + rows.num_bytes][:CHUNK_BYTES]
-                chunks.append((there.stored.path, there.offset + first, out))
+            where, first = (there.stored.path, there.offset - place), place
+            if runs and runs[-1][:2] == where:
+                first = runs.pop()[2]
+            runs.append((*where, first, place + rows.num_bytes))
+        chunks = [
+            (path, start + first, self._blocks[number][first:stop][:CHUNK_BYTES])
+            for path, start, begin, stop in runs
+            for first in range(begin, stop, CHUNK_BYTES)
+        ]
         left = [len(chunks)]
 
         def job(path: Path, offset: int, out: Tensor) -> None:

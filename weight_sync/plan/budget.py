@@ -5,7 +5,7 @@ the loads themselves (staging_slots.py), or their times (predict.py); both take 
 
     watermark_bytes  =  slot 0 | slot 1 | hash sums | hash scratch | what the source declares
 
-A slot load is at most a slot of bytes and `max_load_packets` packets. Packets are allowed in growing numbers: a link
+A slot load is at most a slot of bytes and `max_packets` packets. Packets are allowed in growing numbers: a link
 waits for the first load to be described entry by entry, so that one is short; and a rank's small dense tensors (7,000
 packets of Kimi-K2 on each of 256 ranks) must not take so many loads that one rank is at its experts, which fill a
 receiver's port for long, while another still has dense bytes for that receiver.

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from slipstream.conf.errors import ConfigError
+from slipstream.weight_sync.disk import safetensors_source
 from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME, StoredTensor, read_index
 from slipstream.weight_sync.disk.safetensors_source import Checkpoint, plan_blocks
 from slipstream.weight_sync.errors import WeightSyncError
@@ -168,6 +169,33 @@ def test_after_a_file_that_cannot_be_read_no_other_one_is(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="was cut short while it was read"):
         part.read()
     assert part.num_bytes_read == 0
+
+
+def test_neighbours_in_a_file_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has 100,000 small tensors, and a read of its own for each costs more than its bytes."""
+    names = [f"layers.{number}" for number in range(100)]
+    tensors = {name: torch.arange(64.0) + number for number, name in enumerate(names)}
+    save(tmp_path, tensors)
+    sizes: list[int] = []
+
+    def read(path: Path, offset: int, out: torch.Tensor) -> None:
+        sizes.append(out.numel())
+        read_into(path, offset, out)
+
+    read_into = safetensors_source._read_into
+    monkeypatch.setattr(safetensors_source, "_read_into", read)
+    part = Checkpoint(tmp_path)
+    assert part.read().num_bytes == part.num_bytes_read == sum(sizes) == 100 * 64 * 4
+    assert len(sizes) == 2, "one per file"
+    other = tmp_path / "other"
+    other.mkdir()
+    save(other, {name: -values for name, values in tensors.items()}, num_files=3)
+    part.refresh(other)
+    part.source.begin(0)
+    for name, values in tensors.items():
+        out = torch.empty(64)
+        part.source.read(name, Region((0,), (64,)), out)
+        assert torch.equal(out, -values)
 
 
 def test_another_model_cannot_refresh_and_a_vanished_file_is_named(tmp_path: Path) -> None:
