@@ -167,6 +167,14 @@ class RewardConfig(RewardPart):
         """Where the options of a reward are."""
         return f"reward.parts.{name}" if self.parts else "reward"
 
+    def source_copy(self, name: str) -> str:
+        """What a run's folder calls its copy of the file that defines a reward."""
+        return f"reward_source_{name}.py" if self.parts else "reward_source.py"
+
+    def prompt_copy(self, name: str) -> str:
+        """The same of reward.judge.prompt_file."""
+        return f"reward_prompt_{name}.txt" if self.parts else "reward_prompt.txt"
+
     @property
     def longest_timeout_s(self) -> float:
         """Longest time that the judging of one response may take."""

@@ -59,7 +59,8 @@ def resume(flags: argparse.Namespace, overrides: list[str]) -> int:
     tell(AT_ONCE)
     from slipstream.conf.load import load_resolved_yaml
     from slipstream.orchestrator.cli.working_folder import stand_where_it_began
-    from slipstream.orchestrator.files.run_folder import RunFolder, check_code_is_there, no_run_folder
+    from slipstream.orchestrator.files.kept_code import check_code_is_there
+    from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
 
     if is_url:
         return _resume_from_store(flags.run.rstrip("/"), overrides, flags)

@@ -14,6 +14,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import is_function_path
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective, RunConfig
+from slipstream.orchestrator.files.kept_code import AGENT_COPY, edited, edited_algorithm, own_algorithm
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.own_advantage import try_advantage
@@ -35,10 +36,10 @@ def check_reward_loads(config: RunConfig) -> Fact | None:
     there when the run asks it: a warning."""
     if config.algorithm.objective is not Objective.policy:
         return None
-    check_reward(config.reward)
+    files = check_reward(config.reward)
     judges = {part.judge.base_url for part in config.reward.by_name.values() if part.kind == "judge"}
     silent = [found for url in sorted(judges) if (found := _cannot_be_reached(url))]
-    return Fact("reward", "; ".join([who_judges(config), *silent]), is_warning=bool(silent))
+    return Fact("reward", "; ".join([who_judges(config), *silent]) + edited(config, files), is_warning=bool(silent))
 
 
 def _cannot_be_reached(url: str) -> str:
@@ -53,9 +54,8 @@ def _cannot_be_reached(url: str) -> str:
 
 def check_algorithm_loads(config: RunConfig) -> Fact | None:
     """A loss and an advantage of the user's own can be imported and called; the loss in a process of its own."""
-    algorithm = config.algorithm
-    own = [value for value in (algorithm.loss, algorithm.advantage) if is_function_path(value)]
-    if algorithm.objective is not Objective.policy or not own:
+    algorithm, own = config.algorithm, own_algorithm(config)
+    if not own:
         return None
     problems: list[str] = []
     if is_function_path(algorithm.advantage):
@@ -71,7 +71,7 @@ def check_algorithm_loads(config: RunConfig) -> Fact | None:
             problems.append(said[-1] if said else f"algorithm.loss={algorithm.loss} ended its process")
     if problems:
         raise ConfigError("; ".join(problems))
-    return Fact("algorithm", " and ".join(own))
+    return Fact("algorithm", " and ".join(own.values()) + edited_algorithm(config))
 
 
 def check_teacher_answers(config: RunConfig) -> Fact | None:
@@ -106,8 +106,9 @@ def check_agent_loads(config: RunConfig) -> Fact | None:
             f"rollout.episodes.address={episodes.address}: {error.strerror or error}; give an address of this machine "
             "and a free port, or port 0 for any"
         ) from error
-    check_agent(config)
-    return Fact("agent", f"{name}, at most {counted(episodes.max_turns, 'turn')}")
+    files = {AGENT_COPY: check_agent(config)}
+    turns = counted(episodes.max_turns, "turn")
+    return Fact("agent", f"{name}, at most {turns}{edited(config, files)}")
 
 
 def _check_template_knows_tools(config: RunConfig) -> None:

@@ -79,23 +79,25 @@ class _Open:
         return int.from_bytes(digest, "big")
 
 
-def check_agent(config: RunConfig) -> None:
-    """Import the agent once, in a process of its own, to find out before a run starts whether that works.
+def check_agent(config: RunConfig) -> Path:
+    """Import the agent once, in a process of its own, to find out before a run starts whether that works. Returns the
+    file that defines it.
 
     Raises:
         AgentError: It cannot; the message names the option and the reason.
     """
 
-    async def start() -> None:
+    async def start() -> Path:
         episodes = config.rollout.episodes
         environment = agent_environment(episodes, os.environ)
         pool = agent_pool(config.rollout.agent or "", 1, episodes.blocked_s, environment, None)
         try:
-            await pool.start()
+            (source,) = await pool.start()
+            return Path(source)
         finally:
             await pool.close()
 
-    asyncio.run(start())
+    return asyncio.run(start())
 
 
 def agent_environment(config: EpisodesConfig, environ: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ Invariant: score_group() returns one judgement per rollout, in order, whatever t
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slipstream.conf.functions import keep_copy
@@ -29,21 +29,23 @@ from slipstream.rollout.types import Judgement, Prompt, Rollout
 logger = logging.getLogger(__name__)
 
 
-def check_reward(config: RewardConfig) -> None:
-    """Set the rewards up once, in processes of their own, to find out before a run starts whether that works.
+def check_reward(config: RewardConfig) -> dict[str, Path]:
+    """Set the rewards up once, in processes of their own, to find out before a run starts whether that works. Returns
+    the files behind them: the name of the copy that a run keeps -> the file.
 
     Raises:
         RewardError: One cannot; the message names the option and the reason.
     """
 
-    async def try_to_start() -> None:
+    async def try_to_start() -> dict[str, Path]:
         runner = RewardRunner(config, num_processes=1)
         try:
             await runner.start()
+            return {copy: file for _, copy, file in runner.files()}
         finally:
             await runner.close()
 
-    asyncio.run(try_to_start())
+    return asyncio.run(try_to_start())
 
 
 class RewardRunner:
@@ -84,9 +86,18 @@ class RewardRunner:
         self._ready = dict(zip(self._pools, ready, strict=True))
         num_processes = sum(part.num_processes for part in self._parts.values())
         logger.info("rewards: %s", counted(num_processes, "process"))
+        for option, copy, file in self.files():
+            keep_copy(option, file, None if self._log_path is None else self._log_path.with_name(copy))
+
+    def files(self) -> Iterator[tuple[str, str, Path]]:
+        """Files behind the rewards that start() has set up: the option with its value, the copy's name, the file."""
         for name, one in self._ready.items():
-            if ":" in self._parts[name].kind and one.source:
-                self._keep_source(name, Path(one.source))
+            section, part = self._config.section_of(name), self._parts[name]
+            if ":" in part.kind and one.source:
+                yield f"{section}.kind={part.kind}", self._config.source_copy(name), Path(one.source)
+            if part.kind == "judge" and part.judge.prompt_file is not None:
+                prompt = part.judge.prompt_file
+                yield f"{section}.judge.prompt_file={prompt}", self._config.prompt_copy(name), Path(prompt)
 
     async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
         """What each of one prompt's rollouts is worth; the log says how a reward failed.
@@ -154,12 +165,6 @@ class RewardRunner:
                 prompt.prompt_id,
                 outcome.report,
             )
-
-    def _keep_source(self, name: str, file: Path) -> None:
-        """Copy the file that defines a reward into the run folder, and log its hash."""
-        what = f"{self._config.section_of(name)}.kind={self._parts[name].kind}"
-        copy = f"reward_source_{name}.py" if self._config.parts else "reward_source.py"
-        keep_copy(what, file, None if self._log_path is None else self._log_path.with_name(copy))
 
 
 CHOICE = "reward"

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,13 +33,16 @@ async def rewards_of(runner: RewardRunner, prompt: Prompt, *texts: str) -> list[
 
 def try_each_reward_once(patch: pytest.MonkeyPatch) -> None:
     """Every preflight sets its rewards up in processes of their own: those that read no file and no variable, once."""
-    try_it, have_worked = given_code.check_reward, list[RewardConfig]()
+    try_it, have_worked = given_code.check_reward, list[tuple[RewardConfig, dict[str, Path]]]()
 
-    def check(config: RewardConfig) -> None:
-        if config not in have_worked:
-            try_it(config)
-            if all(reads_nothing(part) for part in config.by_name.values()):
-                have_worked.append(config)
+    def check(config: RewardConfig) -> dict[str, Path]:
+        for known, files in have_worked:
+            if known == config:
+                return files
+        files = try_it(config)
+        if all(reads_nothing(part) for part in config.by_name.values()):
+            have_worked.append((config, files))
+        return files
 
     patch.setattr(given_code, "check_reward", check)
 

@@ -15,7 +15,8 @@ from slipstream.conf.functions import source_of
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import AlgorithmConfig, RunConfig
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.run_folder import RunFolder, keep_sources
+from slipstream.orchestrator.files.kept_code import keep_sources
+from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.inputs.given_code import check_algorithm_loads
 from slipstream.orchestrator.inputs.own_advantage import own_advantage, try_advantage
 from slipstream.orchestrator.inputs.rows.prompt_rows import first_prompts
@@ -180,5 +181,5 @@ def test_their_files_are_kept_with_their_hashes(path: Path, tmp_path: Path, capl
     assert (tmp_path / "run" / "loss_source.py").read_text() == OWN + "# mended\n"
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     (line,) = said
-    assert line.startswith(f"resumed with other code than before: {path} (algorithm.loss={path}:centred); ")
+    assert line.startswith(f"resumed with another file than before: {path} (algorithm.loss={path}:centred); ")
     assert source_of("no_such_module_at_all.inside:f") is None
