@@ -126,9 +126,7 @@ def keep_copy(option: str, file: Path, copy: Path | None) -> None:
         names = (copy.with_name(f"{copy.stem}.{number}{copy.suffix}") for number in itertools.count(1))
         before = next(name for name in names if not name.exists())
         copy.rename(before)
-        logger.warning(
-            "resumed with another file than before: %s (%s); the former is kept in %s", file, option, before
-        )
+        logger.warning("resumed with another file than before: %s (%s); the former is kept in %s", file, option, before)
     write_whole(copy, content)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import Objective, RunConfig
-from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.checkpoints.journal import Journal, read_journal
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
@@ -24,11 +23,12 @@ from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.files.claim import is_own
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.kept_code import keep_sources
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
     changed_options,
     changed_packages,
-    keep_sources,
+    keep_description,
     point_latest,
     write_description,
 )
@@ -77,14 +77,15 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
 
 
 def _putting_back(folder: RunFolder) -> Callable[[BaseException], None]:
-    """What is called with whatever ends the run. If that ends a resume before its start is over, the folder describes
-    the run as it did before: options that were refused are not those of the next resume."""
-    before = {file: file.read_bytes() for file in (folder.config, folder.environment) if file.is_file()}
+    """Keep the folder's description of the part before. Returns what is called with whatever ends the run. If that ends
+    a resume before its start is over, the folder describes the run as it did before: options that were refused are not
+    those of the next resume."""
+    kept = keep_description(folder)
 
     def put_back(_: BaseException) -> None:
         if folder.starting.exists() and is_own(folder):
-            for file, content in before.items():
-                write_whole(file, content)
+            for file, copy in kept.items():
+                copy.replace(file)
         note_started(folder)
 
     return put_back

@@ -24,7 +24,7 @@ from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.figures.held_out import of_sets
 from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
 from slipstream.orchestrator.files.row_files import last_rows, read_figures
-from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
+from slipstream.orchestrator.files.run_folder import RunFolder, parts_before, saved_options
 from slipstream.orchestrator.files.run_log import format_s
 from slipstream.orchestrator.files.startup import RUN, describe, read_starts
 from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
@@ -78,6 +78,8 @@ class Status:
     """Why it failed."""
     starting: str | None
     """How long its start takes so far, and what it waits for; None once it is over."""
+    parts_before: tuple[str, ...]
+    """Files with the options of each part of the run before the last resume."""
     step: int | None
     """Optimizer steps done; None before the first row."""
     num_steps: int
@@ -128,6 +130,9 @@ class Status:
             lines.append(("error", self.error))
         if self.starting is not None:
             lines.append(("starting", self.starting))
+        if self.parts_before:
+            before = f"{', '.join(self.parts_before)} and environment.*.json"
+            lines.append(("resumed", f"{counted(len(self.parts_before), 'time')}; it ran before with {before}"))
         if self.step is None:
             lines.append(("step", f"none of {self.num_steps} yet"))
         else:
@@ -213,6 +218,7 @@ def status_of(run: Path) -> Status:
         state=state,
         error=error,
         starting=start_of(folder),
+        parts_before=tuple(file.name for file in parts_before(folder)),
         step=step,
         num_steps=num_steps,
         since_s=max(0.0, time.time() - folder.metrics.stat().st_mtime) if newest else None,  # clocks are set back

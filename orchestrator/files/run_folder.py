@@ -3,7 +3,8 @@
     runs/latest -> run-20260131-120000
     runs/run-20260131-120000/
       config.yaml        the resolved options, before anything was started
-      environment.json   git commit, versions, machine
+      environment.json   command, git commit, versions, machine
+      config.1.yaml, environment.1.json    the same of the run's first part, once it is resumed; config.2.yaml ...
       run.log            every log line of the controller
       metrics.jsonl      one row per step
       evaluations.jsonl  one row per evaluation: its figures, and the step whose policy it began with
@@ -23,6 +24,7 @@
       reward_source.py   the file that defines the reward, where that is a function
       loss_source.py, advantage_source.py, agent_source.py    the same of algorithm.loss, algorithm.advantage and
                          rollout.agent; a run that is resumed with another file keeps the one before: reward_source.1.py
+      reward_prompt.txt  the same of reward.judge.prompt_file
       ray/               logs of workers
       crash/             frames of all threads of a process that died of a signal
       control/           requests to the run while it goes on (slipstream recover, slipstream stop), what its start
@@ -51,9 +53,8 @@ from typing import Any
 import yaml
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.functions import is_function_path, keep_copy, source_of
 from slipstream.conf.json_files import JsonObject, is_list, is_object
-from slipstream.conf.schema import Objective, RunConfig, RunSection
+from slipstream.conf.schema import RunConfig, RunSection
 from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.files.origin import weights_of
 
@@ -182,42 +183,20 @@ def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]
     write_whole(folder.environment, json.dumps(environment, indent=2) + "\n")
 
 
-def keep_sources(folder: RunFolder, config: RunConfig) -> None:
-    """Copy the files of a loss and an advantage of the user's own into the run folder, and log their hashes."""
-    algorithm = config.algorithm
-    for name, value in (("loss", algorithm.loss), ("advantage", algorithm.advantage)):
-        if algorithm.objective is not Objective.policy or not is_function_path(value):
-            continue
-        source = source_of(value)
-        if source is None:
-            logger.warning("algorithm.%s=%s: its file was not copied into the run folder", name, value)
-            continue
-        keep_copy(f"algorithm.{name}={value}", source, folder.root / f"{name}_source.py")
+def keep_description(folder: RunFolder) -> dict[Path, Path]:
+    """Copy what the run's part before this one ran with, to config.1.yaml and environment.1.json for the first part.
+    Returns each file with its copy; none for a new run."""
+    number = len(parts_before(folder)) + 1
+    files = [file for file in (folder.config, folder.environment) if file.is_file()]
+    copies = {file: file.with_stem(f"{file.stem}.{number}") for file in files}
+    for file, copy in copies.items():
+        write_whole(copy, file.read_bytes())
+    return copies
 
 
-def check_code_is_there(folder: RunFolder, config: RunConfig) -> None:
-    """A run that goes on needs the files of its code.
-
-    Raises:
-        ConfigError: some have gone; it names the copies that the run keeps.
-    """
-    algorithm, reward = config.algorithm, config.reward
-    given = {
-        "agent_source.py": ("rollout.agent", config.rollout.agent or ""),
-        "loss_source.py": ("algorithm.loss", algorithm.loss),
-        "advantage_source.py": ("algorithm.advantage", algorithm.advantage),
-    }
-    for name, part in reward.by_name.items():
-        copy = f"reward_source_{name}.py" if reward.parts else "reward_source.py"
-        given[copy] = (f"{reward.section_of(name)}.kind", part.kind)
-    gone: list[str] = []
-    for copy, (option, value) in given.items():
-        file, _, function = value.rpartition(":")
-        if file.endswith(".py") and not Path(file).is_file() and (folder.root / copy).is_file():
-            cure = f"give its new place, or the copy that the run keeps: {option}={folder.root / copy}:{function}"
-            gone.append(f"{option}={value}: there is no file {Path(file).absolute()}; {cure}")
-    if gone:
-        raise ConfigError("; ".join(gone))
+def parts_before(folder: RunFolder) -> list[Path]:
+    """The options of the run's parts before this one, the first one first."""
+    return sorted(folder.root.glob("config.*.yaml"), key=lambda file: (len(file.name), file.name))
 
 
 def saved_options(run: Path) -> JsonObject:

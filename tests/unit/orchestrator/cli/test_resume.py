@@ -82,6 +82,15 @@ def test_resume_works_from_any_folder(
         began,
     )
     assert folder.root == opened[0].root
+    for word in ("data.path=no.jsonl", "+data.eval_sets.one=no.jsonl", "reward.kind=no.py:f", "model.tokenizer=no"):
+        monkeypatch.chdir(here)
+        assert main(["resume", str(opened[0].root), word]) == 2
+        place = word.partition("=")[2].removesuffix(":f")
+        refused = f"error: {word}: there is no {began / place}, where the run was started, and no {here / place}\n"
+        assert capsys.readouterr().err.endswith(refused)
+    for word in ("data.eval_path=null", "model.tokenizer=characters", "reward.kind=exact_match"):
+        monkeypatch.chdir(here)
+        assert main(["resume", str(opened[0].root), word]) == 0, word
     (began / "reward.py").unlink()
     monkeypatch.chdir(here)
     assert main(["resume", str(opened[0].root)]) == 2
@@ -89,7 +98,8 @@ def test_resume_works_from_any_folder(
     copy = folder.root / "reward_source.py"
     copy.write_text("def score(prompt, response, fields):\n    return 0.5\n")
     assert main(["resume", str(folder.root)]) == 2
-    assert (word := f"reward.kind={copy}:score") in capsys.readouterr().err
+    word = f"reward.kind={copy}:score"
+    assert word in capsys.readouterr().err
     assert main(["resume", str(folder.root), word]) == 0
 
 

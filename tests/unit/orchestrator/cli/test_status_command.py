@@ -49,6 +49,14 @@ def test_before_the_first_row(run: Path) -> None:
     assert "none of 110 yet" in status.as_text()
 
 
+def test_parts_of_a_run_ran_with_what_is_named(run: Path) -> None:
+    assert "\nresumed" not in status_of(run).as_text()
+    for number in (10, 2, 1):
+        (run / f"config.{number}.yaml").touch()
+    kept = "config.1.yaml, config.2.yaml, config.10.yaml and environment.*.json"
+    assert f"\nresumed     3 times; it ran before with {kept}\n" in status_of(run).as_text()
+
+
 @pytest.mark.parametrize("damaged", ["{}", '{"step": "x"}', '{"step": 3, "step/total_s": "x", "reward/mean": "x"}'])
 def test_a_damaged_row_costs_itself(run: Path, damaged: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(run, 2)

@@ -149,6 +149,9 @@ def test_options_of_a_resume_become_the_runs_own_when_its_start_is_over(
     assert seen == [7]
     assert ((folder.config.read_text(), folder.environment.read_text()) == before) is not has_started
     assert not folder.starting.exists()
+    kept = sorted(folder.root.glob("*.1.*"))
+    assert [file.name for file in kept] == ["config.1.yaml", "environment.1.json"] * has_started
+    assert not kept or tuple(file.read_text() for file in kept) == before
 
 
 def test_a_run_under_way_keeps_its_description_when_it_is_resumed_again(tmp_path: Path) -> None:
