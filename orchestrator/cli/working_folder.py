@@ -12,7 +12,6 @@ from pathlib import Path
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.exit import tell
 from slipstream.orchestrator.files.run_folder import RunFolder, working_folder
-from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS
 from slipstream.orchestrator.inputs.model_files import download_first
 
 _PATH = re.compile(
@@ -21,7 +20,7 @@ _PATH = re.compile(
     r"|reward\.(?:parts\.\w+\.)?kind))=(?P<path>[\w./ -]+)(?P<function>:\w+)?"
 )
 """A word that may name a file or a folder of the user's."""
-_NO_PATHS = ("null", CHARACTERS)
+_NO_PATHS = ("null", "characters")
 
 
 def stand_where_it_began(run: RunFolder, overrides: Sequence[str]) -> list[str]:

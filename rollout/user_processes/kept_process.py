@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ END_TIMEOUT_S = 1.0
 
 
 class KeptProcess:
-    def __init__(self, keeper_process: asyncio.subprocess.Process, channel: Channel) -> None:
+    def __init__(self, keeper_process: subprocess.Popen[bytes], channel: Channel) -> None:
         self.channel = channel
         self._keeper = keeper_process
 
@@ -53,10 +54,12 @@ class KeptProcess:
         with contextlib.ExitStack() as failed, theirs:
             failed.callback(channel.close)
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", keeper.__file__, fd, str(MAX_LOG_BYTES)),
-                    *(sys.executable, "-u", "-X", "faulthandler", "-P", "-m", module, fd),
-                    stdin=asyncio.subprocess.PIPE,
+                process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-I", "-S", keeper.__file__, fd, str(MAX_LOG_BYTES)),
+                        *(sys.executable, "-u", "-X", "faulthandler", "-P", "-m", module, fd),
+                    ],
+                    stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
                     pass_fds=(theirs.fileno(),),
@@ -66,14 +69,23 @@ class KeptProcess:
             finally:
                 os.close(output)
             failed.pop_all()
-        return cls(process, channel)  # nothing is awaited between the process and this: it could not be ended
+        return cls(process, channel)
 
     async def exit_status(self) -> int | None:
         """Its exit status, 128 + N after signal N; None if it goes on for longer than END_TIMEOUT_S."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_TIMEOUT_S):
-                return await self._keeper.wait()
-        return None
+        if self._keeper.poll() is None:
+            # asyncio's own way to wait is a thread, which outlives the event loop with the process, and complains.
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            pidfd = os.pidfd_open(self._keeper.pid)
+            loop.add_reader(pidfd, ended.set)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(END_TIMEOUT_S):
+                        await ended.wait()
+            finally:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
+        return self._keeper.poll()
 
     async def end(self, *, at_once: bool = False) -> None:
         """End it and everything that it started. Idempotent.
@@ -89,8 +101,6 @@ class KeptProcess:
             status = await self.exit_status()
             self._keeper.stdin.close()  # the keeper kills what is left
             if status is not None:
-                with contextlib.suppress(OSError):
-                    await self._keeper.stdin.wait_closed()
                 return
         # A device or a file system holds it; its successor need not wait.
         logger.warning("a process was killed and has not ended yet; process %d waits for it", self._keeper.pid)
