@@ -12,7 +12,6 @@ from pathlib import Path
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.exit import tell
 from slipstream.orchestrator.files.run_folder import RunFolder, working_folder
-from slipstream.orchestrator.inputs.model_files import download_first
 
 _PATH = re.compile(
     r"(?P<option>\+*(?:model\.path|model\.tokenizer|data\.path|data\.eval_path|data\.eval_sets\.\w+"
@@ -50,6 +49,8 @@ def _anchored(word: str, here: Path, began: Path) -> str:
 
 def _must_be_there(found: re.Match[str]) -> bool:
     """Whether it names a file or a folder, and neither something that ships nor what is downloaded first."""
+    from slipstream.orchestrator.inputs.model_files import download_first  # imports NumPy
+
     option, path = found["option"].lstrip("+"), found["path"]
     if Path(path).is_absolute() or path in _NO_PATHS:
         return False

@@ -5,7 +5,7 @@
      29.2 s  engine: sample 16 x 64 tokens
      39.2 s  engine: sample 16 x 64 tokens: 320 of 1024
 
-Owns: when something is said. Does not own: how it is printed (cli/main.py).
+Owns: when something is said. Does not own: how it is printed (cli/commands.py).
 """
 
 import threading

@@ -48,26 +48,10 @@ class KeptProcess:
             max_message_bytes: A message of the process that announces more ends the connection.
         """
         ours, theirs = socket.socketpair()
-        fd = str(theirs.fileno())
         channel = await Channel.over(ours, max_bytes=max_message_bytes)
-        output = os.open(log_path or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         with contextlib.ExitStack() as failed, theirs:
             failed.callback(channel.close)
-            try:
-                process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-I", "-S", keeper.__file__, fd, str(MAX_LOG_BYTES)),
-                        *(sys.executable, "-u", "-X", "faulthandler", "-P", "-m", module, fd),
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(theirs.fileno(),),
-                    env=dict(environment),
-                    start_new_session=True,  # a signal to our group, such as Ctrl-C, does not reach it
-                )
-            finally:
-                os.close(output)
+            process = _keeper_of(module, theirs.fileno(), environment, log_path)
             failed.pop_all()
         return cls(process, channel)
 
@@ -104,3 +88,22 @@ class KeptProcess:
                 return
         # A device or a file system holds it; its successor need not wait.
         logger.warning("a process was killed and has not ended yet; process %d waits for it", self._keeper.pid)
+
+
+def _keeper_of(module: str, fd: int, environment: Mapping[str, str], log_path: Path | None) -> subprocess.Popen[bytes]:
+    output = os.open(log_path or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", keeper.__file__, str(fd), str(MAX_LOG_BYTES)),
+                *(sys.executable, "-u", "-X", "faulthandler", "-P", "-m", module, str(fd)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=(fd,),
+            env=dict(environment),
+            start_new_session=True,  # a signal to our group, such as Ctrl-C, does not reach it
+        )
+    finally:
+        os.close(output)

@@ -10,7 +10,8 @@ from fakes.command import run_python
 from slipstream.conf.load import load_run_config
 from slipstream.conf.options import GROUPS, flat_options, group_choices, section_docs
 from slipstream.orchestrator.cli import flags as cli_flags
-from slipstream.orchestrator.cli.main import COMMANDS, main
+from slipstream.orchestrator.cli.commands import COMMANDS
+from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.cli.start_commands import AT_ONCE
 from slipstream.orchestrator.push.push_options import PushOptions
 

@@ -30,6 +30,21 @@ def test_signals_end_a_command_that_still_looks_at_files(
     assert capsys.readouterr().err == f"{AT_ONCE}\n\nstopped.\n"
 
 
+def test_an_interrupt_while_modules_are_imported_ends_with_a_line() -> None:
+    code = (
+        "import signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.startswith('slipstream.orchestrator.cli.') and not name.endswith('.main'):\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from slipstream.orchestrator.cli.main import main\n"
+        "sys.exit(main(['--version']))\n"
+    )
+    ended = called([sys.executable, "-c", code])
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "\nstopped.\n")
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_wind_the_run_down(
