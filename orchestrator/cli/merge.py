@@ -18,6 +18,8 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import object_in
 from slipstream.conf.load import load_resolved_yaml
 from slipstream.conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
+from slipstream.conf.whole_files import write_whole
+from slipstream.orchestrator.checkpoints.run_checkpoint import step_of
 from slipstream.orchestrator.cli.evaluate import adapter_of, checkpoint_of
 from slipstream.orchestrator.cli.exit import tell
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
@@ -81,6 +83,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
             tell("both are read; merging and writing")
             scorer.save(partial)
             complete_export(folder.model, partial)
+            write_whole(partial / "README.md", _card(config, trained, base))
             partial.rename(target)
     except DiskFull as error:
         raise ConfigError(f"{error}; give another folder with --output") from error
@@ -89,6 +92,18 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _card(config: RunConfig, trained: Path, base: str | None) -> str:
+    """What the folder says of itself, as a model card of the Hub's."""
+    checkpoint = trained.parent
+    run = checkpoint.parents[1]
+    what = "All weights" if config.trainer.mode is TrainMode.full else f"The adapter, merged into {base},"
+    return (
+        "---\nlibrary_name: transformers\ntags: [slipstream]\n---\n"
+        f"{what} of step {step_of(checkpoint)} of the Slipstream run {run.name} ({config.run.num_steps} steps).\n\n"
+        f"Written by `slipstream merge` from {trained}\n"
+    )
 
 
 def _check_sources(config: RunConfig, spec: ModelSpec, adapter: Path | None) -> None:

@@ -43,6 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_model_is_what_base_and_adapter_compute(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from huggingface_hub import ModelCard
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert main(["merge", str(run)]) == 0
@@ -63,6 +64,10 @@ def test_the_model_is_what_base_and_adapter_compute(run: Path, capsys: pytest.Ca
     assert relative_error(hf_logits(model.float().eval(), packed()), logits_of(expected, packed())) < 2**-6
     assert relative_error(logits_of(base, packed()), logits_of(expected, packed())) > 0.1
     assert AutoTokenizer.from_pretrained(run / "merged")("ab")["input_ids"]
+    card = ModelCard.load(run / "merged" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert f"into {run.parents[1] / 'base'}, of step 5 of the Slipstream run mine (" in card.text
+    assert str(adapter) in card.text
 
 
 def test_a_folder_of_choice_and_a_step(run: Path, tmp_path: Path) -> None:
