@@ -5,16 +5,19 @@ Runs inside reward processes only: a user's module is never imported into the co
     (prompt, response, fields) -> number                       judges one response
     (prompt, responses, fields) -> one number per response     judges a whole group: its second parameter is `responses`
     async def of either                                        is awaited, with others of its process meanwhile
+    (..., messages) of any                                     gets the prompt's chat messages, too; None of a text
+    (messages, response, fields)                               gets them in place of the prompt's text
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import file_of, has_form, import_function as find_function
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards.answer_text import compile_pattern, exact_match, regex_match
@@ -24,6 +27,8 @@ FINISH_REASON = "finish_reason"
 """Field that holds the rollout's finish_reason, "stop" or "length"; a list of them for a reward of a whole group."""
 GROUP_PARAMETER = "responses"
 """Name of the second parameter of a reward that judges a whole group."""
+MESSAGES_PARAMETER = "messages"
+"""Name of the parameter, the first one or a further one, of a reward that is given the prompt's chat messages."""
 FOREIGN_PARAMETERS = (
     "data_source", "solution_str", "ground_truth", "extra_info",  # verl
     "prompts", "completions", "completion_ids",  # TRL
@@ -43,6 +48,16 @@ class Reward:
     """Whether it gets the responses of a whole group at once."""
     source: str
     """Path of the file that defines it; "" if no file does."""
+    asks_messages: bool = False
+
+    def call(self, prompt: object, responses: Sequence[str], fields: JsonObject, messages: object) -> Any:
+        """What the function returns."""
+        given = responses if self.is_of_group else responses[0]
+        if not self.asks_messages:
+            return self.function(prompt, given, fields)
+        if _parameters(self.function)[:1] == [MESSAGES_PARAMETER]:
+            return self.function(messages, given, fields)
+        return self.function(prompt, given, fields, messages=messages)
 
 
 def load_reward(config: RewardPart, section: str = "reward", folder: Path | None = None) -> Reward:
@@ -56,8 +71,14 @@ def load_reward(config: RewardPart, section: str = "reward", folder: Path | None
         RewardError: The pattern does not compile or has no group; the function cannot be imported or called.
     """
     function = _shipped(config, section, folder) if ":" not in config.kind else import_function(config.kind, section)
-    is_of_group = _parameters(function)[1:2] == [GROUP_PARAMETER]
-    return Reward(function, has_form(inspect.iscoroutinefunction, function), is_of_group, file_of(function))
+    parameters = _parameters(function)
+    return Reward(
+        function,
+        is_async=has_form(inspect.iscoroutinefunction, function),
+        is_of_group=parameters[1:2] == [GROUP_PARAMETER],
+        source=file_of(function),
+        asks_messages=MESSAGES_PARAMETER in parameters,
+    )
 
 
 def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[..., Any]:
@@ -95,7 +116,8 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
         f"{section}.kind={kind}: {name!r} must take (prompt, response, fields), or (prompt, {GROUP_PARAMETER}, fields) "
         "for a whole group"
     )
-    if foreign := [one for one in _parameters(function)[:3] if one in FOREIGN_PARAMETERS]:
+    parameters = _parameters(function)
+    if foreign := [one for one in parameters[:3] if one in FOREIGN_PARAMETERS]:
         raise RewardError(
             f"{ours}, but takes {', '.join(foreign)}, as rewards of another library do; docs/coming_from.md has the "
             "few lines that wrap such a function"
@@ -105,7 +127,8 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
     if has_form(inspect.isgeneratorfunction, function) or has_form(inspect.isasyncgenfunction, function):
         raise RewardError(f"{ours} and return what they are worth, but yields")
     try:
-        inspect.signature(function).bind("prompt", "response", {})
+        also = {MESSAGES_PARAMETER: None} if MESSAGES_PARAMETER in parameters[1:] else {}
+        inspect.signature(function).bind("prompt", "response", {}, **also)
     except TypeError as e:
         raise RewardError(f"{ours}: {e}") from e
     except ValueError:

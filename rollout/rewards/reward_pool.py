@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.schema import RewardPart
@@ -36,6 +37,8 @@ class Ready:
     is_of_group: bool
     source: str
     """Path of the file that defines it; "" if no file does."""
+    asks_messages: bool = False
+    """Whether it is given the prompt's chat messages."""
 
 
 class RewardPool:
@@ -89,7 +92,9 @@ class RewardPool:
         self._limit_s += LATE_S if ready.is_async else 0.0
         return ready
 
-    async def judge(self, prompt: str, responses: Sequence[str], fields: JsonMapping) -> Answer:
+    async def judge(
+        self, prompt: str, responses: Sequence[str], fields: JsonMapping, messages: Sequence[JsonMapping] | None = None
+    ) -> Answer:
         """What became of one sample, or of all samples of a group.
 
         Raises:
@@ -97,7 +102,7 @@ class RewardPool:
         """
         # A process is free when its sample is judged, not when the waiter is gone: if the waiter is cancelled, the
         # process is still busy.
-        call = asyncio.create_task(self._judge(prompt, responses, fields))
+        call = asyncio.create_task(self._judge([prompt, list(responses), dict(fields), messages]))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return await asyncio.shield(call)
@@ -108,19 +113,17 @@ class RewardPool:
             await self._pool.close()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def _judge(self, prompt: str, responses: Sequence[str], fields: JsonMapping) -> Answer:
+    async def _judge(self, question: list[Any]) -> Answer:
         if self._pool is None or self._pool.is_closed:
             raise RewardError("the reward runner is closed")
+        num_responses = len(question[1])
         limit = f"reward.timeout_s={self._config.timeout_s:g} seconds"
         try:
             answer = await self._pool.ask(
-                [prompt, list(responses), dict(fields)],
-                lambda message: read_answer(message, len(responses)),
-                self._limit_s,
-                limit,
+                question, lambda message: read_answer(message, num_responses), self._limit_s, limit
             )
         except Lost as lost:
-            return failed(lost.kind, lost.report, len(responses))
+            return failed(lost.kind, lost.report, num_responses)
         self.counts.update({name: number for name, number in answer.counts.items() if name in COUNTED})
         return answer
 

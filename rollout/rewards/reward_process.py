@@ -2,8 +2,9 @@
 
 Owns what is answered. Does not own the connection (user_processes/serve.py) nor what a reward is (function.py).
 
-    first message: [RewardPart's fields, section, folder]    ready: is_async, is_of_group, source file
-    question: prompt, [response...], fields                  answer: [outcome...], counts     one outcome for all
+    first message: [RewardPart's fields, section, folder]    ready: is_async, is_of_group, source file,
+                                                                    asks_messages
+    question: prompt, [response...], fields, messages        answer: [outcome...], counts     one outcome for all
                                                                                               responses, or each
 
 A plain function judges in the main thread, one sample after the other. Coroutines judge many samples at the same time;
@@ -31,14 +32,16 @@ def _set_up(message: Any) -> tuple[Answer, list[object]]:
     config = reward_part(section, options)
     reward = load_reward(config, section, Path(folder) if folder else None)
     judge = partial(_judge_soon, reward, config.timeout_s) if reward.is_async else partial(_judge, reward)
-    return judge, [reward.is_async, reward.is_of_group, reward.source]
+    return judge, [reward.is_async, reward.is_of_group, reward.source, reward.asks_messages]
 
 
-def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: JsonObject) -> list[object]:
+def _judge(
+    reward: Reward, prompt: str, responses: Sequence[str], fields: JsonObject, messages: Any = None
+) -> list[object]:
     """Outcomes and counts of one sample, or of one group."""
     with counted() as counts:
         try:
-            value = reward.function(prompt, responses if reward.is_of_group else responses[0], fields)
+            value = reward.call(prompt, responses, fields, messages)
             outcomes = _outcomes(reward, value, len(responses))
         except BaseException as e:  # noqa: BLE001 - SystemExit of a user's function costs one sample, too
             outcomes = [_raised(e)]
@@ -46,13 +49,13 @@ def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: JsonOb
 
 
 async def _judge_soon(
-    reward: Reward, timeout_s: float, prompt: str, responses: Sequence[str], fields: JsonObject
+    reward: Reward, timeout_s: float, prompt: str, responses: Sequence[str], fields: JsonObject, messages: Any = None
 ) -> list[object]:
     """Judge with a reward that is a coroutine."""
     with counted() as counts:
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                value = await reward.function(prompt, responses if reward.is_of_group else responses[0], fields)
+                value = await reward.call(prompt, responses, fields, messages)
                 outcomes = _outcomes(reward, value, len(responses))
         except asyncio.CancelledError:
             raise

@@ -134,12 +134,13 @@ class RewardRunner:
         reasons = [rollout.finish_reason for rollout in rollouts]
         responses = [rollout.text for rollout in rollouts]
         text = question_of(prompt) if self._parts[name].kind == "judge" else prompt.text
+        messages = prompt.messages if self._ready[name].asks_messages else None
         if self._ready[name].is_of_group:
-            answer = await pool.judge(text, responses, _fields(prompt, reasons))
+            answer = await pool.judge(text, responses, _fields(prompt, reasons), messages)
             return answer.outcomes
         answers = await asyncio.gather(
             *(
-                pool.judge(text, [response], _fields(prompt, reason))
+                pool.judge(text, [response], _fields(prompt, reason), messages)
                 for response, reason in zip(responses, reasons, strict=True)
             )
         )

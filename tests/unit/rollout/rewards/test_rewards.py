@@ -177,10 +177,6 @@ async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_na
             r"must take \(prompt, response, fields\).*takes data_source, solution_str, ground_truth.*coming_from\.md",
         ),
         ({"kind": "user_rewards:of_trl_without_prompts"}, r"takes completions, as .*coming_from\.md"),
-        (
-            {"kind": "rollout.rewards.examples:share_of_answer"},
-            r"it is slipstream\.rollout\.rewards\.examples:share_of_answer now",
-        ),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
         ({"kind": "regex", "pattern": "("}, r"reward\.pattern='\(' is not a regular expression"),
         ({"kind": "regex", "pattern": "a"}, "has no group"),
@@ -190,6 +186,24 @@ def test_a_reward_that_cannot_run_is_refused_before_the_run(rewards_module, tmp_
     config["kind"] = config["kind"].replace("FOLDER", str(tmp_path))
     with pytest.raises(RewardError, match=message):
         check_reward(RewardConfig(**config))
+
+
+ASK_MESSAGES = """
+def first(messages, response, fields):
+    return 0.0 if messages is None else float(messages[-1]["content"])
+
+async def also(prompt, responses, fields, messages):
+    return [0.5 if messages is None else float(prompt == "<user>7" and messages[0]["role"] == "user")] * len(responses)
+"""
+
+
+async def test_a_function_that_asks_for_messages_is_given_those_of_the_chat(tmp_path):
+    (tmp_path / "own.py").write_text(ASK_MESSAGES)
+    parts = {name: {"kind": f"{tmp_path / 'own.py'}:{name}"} for name in ("first", "also")}
+    chat = Prompt(0, (1,), "<user>7", {}, [{"role": "user", "content": "7"}])
+    async with running(RewardConfig(parts=parts)) as runner:
+        assert await rewards_of(runner, chat, "a", "b") == [8.0, 8.0]
+        assert await rewards_of(runner, Prompt(0, (1,), "text", {}), "a") == [0.5]
 
 
 NEIGHBOUR = "WORTH = 0.25\n"

@@ -28,7 +28,7 @@ class Pool:
         self.left, self.asked = list(outcomes), []
         self.ready = Ready(False, is_of_group, "")
 
-    async def judge(self, prompt: str, responses: Any, fields: Any) -> Answer:
+    async def judge(self, prompt: str, responses: Any, fields: Any, messages: Any = None) -> Answer:
         self.asked.append((prompt, list(responses), dict(fields)))
         return Answer([self.left.pop(0) for _ in responses], {})
 
@@ -102,7 +102,7 @@ async def test_a_lost_question_is_a_failure_of_all_its_responses_and_counts_are_
     lost = await pool.judge("p", ["lost", "too"], {"a": 1})
     assert lost == Answer([Outcome(TIMEOUT, report="late")] * 2, {})
     assert (await pool.judge("p", ["b"], {})).outcomes == [score(1.0)]
-    assert asked[0] == (["p", ["lost", "too"], {"a": 1}], 5.0, "reward.timeout_s=5 seconds")
+    assert asked[0] == (["p", ["lost", "too"], {"a": 1}, None], 5.0, "reward.timeout_s=5 seconds")
     assert pool.counts == {"requests": 2}
     Processes.is_closed = True
     with pytest.raises(RewardError, match="the reward runner is closed"):
