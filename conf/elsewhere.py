@@ -22,7 +22,7 @@ ELSEWHERE: Mapping[str, str] = {
     "rollout.sampling.temperature": "actor_rollout_ref.rollout.temperature temperature orchestrator.train.sampling.temperature",
     "rollout.gpu_memory_utilization": "actor_rollout_ref.rollout.gpu_memory_utilization vllm_gpu_memory_utilization inference.vllm.gpu_memory_utilization",
     "trainer.optim.lr": "actor_rollout_ref.actor.optim.lr learning_rate",
-    "trainer.optim.warmup_steps": "actor_rollout_ref.actor.optim.lr_warmup_steps warmup_steps trainer.scheduler.warmup_steps",
+    "trainer.optim.warmup_steps": "actor_rollout_ref.actor.optim.lr_warmup_steps actor_rollout_ref.actor.optim.lr_warmup_steps_ratio warmup_steps warmup_ratio trainer.scheduler.warmup_steps",
     "trainer.optim.final_lr_fraction": "actor_rollout_ref.actor.optim.lr_scheduler_type lr_scheduler_type trainer.scheduler.type",
     "trainer.optim.weight_decay": "actor_rollout_ref.actor.optim.weight_decay weight_decay",
     "trainer.optim.max_grad_norm": "actor_rollout_ref.actor.optim.clip_grad max_grad_norm trainer.optim.max_norm",

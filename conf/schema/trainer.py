@@ -146,8 +146,9 @@ class OptimConfig:
     """Term added to the denominator."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
-    warmup_steps: int = 0
-    """Updates of linear warm-up from 0. A step has algorithm.minibatches_per_step * algorithm.epochs_per_step."""
+    warmup_steps: float = 0.0
+    """Updates of linear warm-up from 0; below 1, their share of all updates of the run (0.1: the first tenth). A step
+    has algorithm.minibatches_per_step * algorithm.epochs_per_step updates."""
     final_lr_fraction: float = 1.0
     """Learning rate at the last step as a fraction of `lr`, reached along a cosine. 1.0: the rate is constant."""
     state: OptimState = OptimState.float32
@@ -167,9 +168,19 @@ class OptimConfig:
         above(0, "trainer.optim", self, "lr")
         at_least(0, "trainer.optim", self, "weight_decay", "warmup_steps", "max_grad_norm")
         require(
+            self.warmup_steps < 1 or float(self.warmup_steps).is_integer(),
+            f"trainer.optim.warmup_steps must be a number of updates, or a share of them below 1, got "
+            f"{self.warmup_steps:g}",
+        )
+        require(
             0 <= self.final_lr_fraction <= 1,
             f"trainer.optim.final_lr_fraction must lie in [0, 1], got {self.final_lr_fraction}",
         )
+
+    def warmup_updates(self, num_updates: int) -> int:
+        """Updates of warm-up in a schedule of so many."""
+        is_share = 0 < self.warmup_steps < 1
+        return max(1, round(self.warmup_steps * num_updates)) if is_share else int(self.warmup_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

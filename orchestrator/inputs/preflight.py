@@ -234,8 +234,11 @@ def check_training(config: RunConfig) -> Fact:
         step = f"{groups} prompts x {size} responses = {groups * size} responses a step"
     else:
         step = f"{counted(algorithm.sequences_per_step, 'row')} a step"
-    rate, warm_up = f"lr {trainer.optim.lr:g}", trainer.optim.warmup_steps
-    if warm_up >= run.num_steps * algorithm.updates_per_step:
+    num_updates, rate = run.num_steps * algorithm.updates_per_step, f"lr {trainer.optim.lr:g}"
+    warm_up = trainer.optim.warmup_updates(num_updates)
+    if 0 < trainer.optim.warmup_steps < 1:
+        rate += f" after a warm-up of {warm_up} of {num_updates} updates"
+    if warm_up >= num_updates:
         rate += f", which a warm-up of {warm_up} updates does not reach"
     return Fact("training", f"{what}, {rate}, {step}, {counted(run.num_steps, 'step')}")
 

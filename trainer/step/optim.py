@@ -25,14 +25,15 @@ from slipstream.trainer.step.adamw import make_update_rule
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     """Learning rate of update `step` (from 0) of `num_steps`.
 
-    Linear warm-up: lr * (step + 1) / (warmup_steps + 1), so no update has rate 0. After it, lr * (f + (1 - f) * (1 +
+    Linear warm-up of w updates: lr * (step + 1) / (w + 1), so no update has rate 0. After it, lr * (f + (1 - f) * (1 +
     cos(pi * p)) / 2) with f = final_lr_fraction, and p from 0 to 1 at the last step (SGDR, Loshchilov & Hutter 2017,
     arXiv:1608.03983, eq. 5).
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / (config.warmup_steps + 1)
-    num_decay_steps = max(num_steps - 1 - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / num_decay_steps, 1.0)
+    warm_up = config.warmup_updates(num_steps)
+    if step < warm_up:
+        return config.lr * (step + 1) / (warm_up + 1)
+    num_decay_steps = max(num_steps - 1 - warm_up, 1)
+    progress = min((step - warm_up) / num_decay_steps, 1.0)
     final = config.final_lr_fraction
     return config.lr * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 

@@ -305,6 +305,10 @@ def test_a_run_folder_has_room_and_can_be_made(tmp_path: Path) -> None:
             ["experiment=sft_quickstart", "run.num_steps=9", "trainer.optim.lr=0.01", "trainer.optim.warmup_steps=9"],
             "LoRA rank 16, alpha 32, lr 0.01, which a warm-up of 9 updates does not reach, 64 rows a step, 9 steps",
         ),
+        (
+            ["experiment=sft_quickstart", "run.num_steps=15", "trainer.optim.lr=0.01", "trainer.optim.warmup_steps=.1"],
+            "LoRA rank 16, alpha 32, lr 0.01 after a warm-up of 2 of 15 updates, 64 rows a step, 15 steps",
+        ),
     ],
 )
 def test_what_a_step_trains_is_told(words: list[str], said: str) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import OptimConfig, OptimState
 from slipstream.trainer.step.optim import ShardedAdamW, TrainableShard, learning_rate
 
@@ -29,6 +30,16 @@ def test_schedule_warms_up_then_follows_the_cosine_to_its_end():
     assert rates[6] == pytest.approx(3.0)
     assert rates[9:] == pytest.approx([2.0, 2.0, 2.0])
     assert all(a >= b for a, b in pairwise(rates[3:]))
+
+
+def test_a_warm_up_below_1_is_a_share_of_all_updates():
+    for share, updates, num_steps in ((0.3, 3, 10), (0.07, 7, 100), (0.01, 1, 10), (0.25, 2, 10)):
+        own, same = (OptimConfig(lr=4.0, warmup_steps=one, final_lr_fraction=0.5) for one in (share, updates))
+        rates = [[learning_rate(one, step, num_steps) for step in range(num_steps)] for one in (own, same)]
+        assert rates[0] == rates[1] and rates[0][0] == 4.0 / (updates + 1)
+    for refused in (1.5, math.inf, math.nan, -0.1):
+        with pytest.raises(ConfigError, match=r"trainer\.optim\.warmup_steps must be"):
+            OptimConfig(warmup_steps=refused)
 
 
 def test_default_rate_is_constant():
