@@ -11,10 +11,14 @@ import re
 import stat
 from collections.abc import Sequence
 
+from slipstream.rollout.crash_reports import how_it_ended
+
 MAX_BYTES = 1 << 18
 """The most bytes that are read of one file, from its end."""
 REFERRAL = "root cause"
 """Words in vLLM errors that only refer to another error."""
+_EXIT_BY_SIGNAL = re.compile(r"proc\(s\): .*': (-\d+)")
+"""What else they say. Example: "Failed core proc(s): {'EngineCore': -9}"."""
 
 
 def cause_in(log: str) -> str:
@@ -37,9 +41,14 @@ def last_error_in(log: str) -> str:
 
 
 def why_it_failed(error: Exception, log: str) -> str:
-    """An engine's error; if it refers to the log, with the reason from the log."""
+    """An engine's error; if it refers to the log, with the reason from the log. A signal that ended the process is a
+    reason, and what was logged before it none."""
     told = f"{type(error).__name__}: {error}"
-    return f"{told}; the engine's process said: {cause_in(log)}" if REFERRAL in told and log.strip() else told
+    if REFERRAL not in told:
+        return told
+    if killed := _EXIT_BY_SIGNAL.search(told):
+        return f"its process {how_it_ended(int(killed[1]))}"
+    return f"{told}; the engine's process said: {cause_in(log)}" if log.strip() else told
 
 
 class OutputSince:

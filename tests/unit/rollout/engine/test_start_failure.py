@@ -122,6 +122,15 @@ async def test_an_error_that_says_why_itself_is_not_joined_by_a_line_of_the_log(
     assert str(caught.value) == f"the engine did not start: ValueError: {error}"
 
 
+async def test_an_engine_that_was_killed_while_it_started_is_told_so_and_not_with_its_last_line(tmp_path):
+    """As by the kernel where memory runs out: the process had no time to say a reason."""
+    error = RuntimeError(REFERRAL.replace("{}", "{'EngineCore_DP0': -9}"))
+    engine = engine_that_fails(tmp_path, b"Warning: NUMA binding\n", error)
+    with stderr_at(str(tmp_path / "stderr")), pytest.raises(EngineError) as caught:
+        await engine.start()
+    assert str(caught.value) == "the engine did not start: its process was ended by SIGKILL"
+
+
 async def test_an_engine_that_a_signal_ended_while_it_started_is_told_with_its_frames(tmp_path, monkeypatch):
     monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "rollout-0"))
     frames = 'Current thread 0x1 (most recent call first):\n  File "/lib/model.py", line 3 in load\n'
