@@ -34,9 +34,6 @@ class Diary:
         self.calls.append(("hold", pauses))
         return Held(self.exclude, self.joining)
 
-    def joined(self, name: str) -> None:
-        self.calls.append(("joined", name))
-
     async def fail(self, replica: Replica, reason: str, *, told_by_others: bool) -> None:
         assert told_by_others
         self.calls.append(("fail", replica.place, reason))
@@ -81,13 +78,15 @@ async def test_the_trainer_meets_restarted_workers_before_it_writes_and_leaves_o
     """A worker without a base gets one first, which takes three more replies."""
     diary.joining, diary.exclude, diary.strangers = diary.replicas[:2], [2], {0}
     diary.replicas[1].base_wanted_at = "tcp://base"
+    for replica in diary.joining:
+        replica.is_known = False
     report = await diary.publication(timeout_s=10).run()
+    assert [replica.is_known for replica in diary.replicas] == [False, True, True]
     assert diary.calls == [
         ("hold", True),
         ("reconnect", 0, "tcp://rollout-0", 80.0, ""),
         ("fail", 0, "PlanMismatch: another layout"),
         ("reconnect", 1, "tcp://rollout-1", 80.0 + 3 * 10, "tcp://base"),
-        ("joined", "rollout-1"),
         ("publish", 80.0, [2, 0], None),
         ("settle", report.replicas),
     ]
