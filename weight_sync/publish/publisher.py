@@ -48,7 +48,7 @@ from slipstream.weight_sync.plan.transfer_plan import PlanSummary, rank_tasks_fr
 from slipstream.weight_sync.publish.bases import Bases
 from slipstream.weight_sync.publish.collectives import Meeting, values
 from slipstream.weight_sync.publish.rank0 import Agreed, Rank0, Slots
-from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.report import PublishReport, to_nobody
 from slipstream.weight_sync.publish.transaction import Alive
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.base import Transport
@@ -117,8 +117,9 @@ class Publisher:
 
         Args:
             absent: Replicas (positions) that are out of service: they get nothing until they reconnect(), and an
-                endpoint may be "". If it is given, whoever does not answer counts among them, as long as one does:
-                their layouts are taken to be those of the first that answers, and are compared when they reconnect().
+                endpoint may be "". If it is given, whoever does not answer counts among them. Their layouts are taken
+                to be those of the first that answers, and are compared when they reconnect(). If nobody does, there
+                is no plan, and a publish reaches nobody, before one of them has reconnected.
 
         Raises:
             WeightSyncError: A replica does not answer, links differ, or no plan is possible. Raised alike on every
@@ -135,6 +136,9 @@ class Publisher:
         self._endpoints = list(endpoints)
         self._open_sessions = {}
         self._bases.forget()
+        if absent is not None and not any(self._slots):
+            self._digest, self._is_connected = "", True
+            return PlanSummary("", 0, 0, 0, {}, {}, {}, 1.0, 1.0)
         if not is_planned:
             self.plan_for(self._rank0.met)
         if self._base is not None and not self._is_base_known:
@@ -192,6 +196,8 @@ class Publisher:
         if not self._is_connected:
             raise ProtocolError("publish() before connect()")
         self.disconnect(exclude)
+        if not self._digest:
+            return to_nobody(version, self._endpoints, exclude)
         included = [number for number in range(len(self._endpoints)) if number not in exclude]
         self._bases.begin()
         report = self._publish_to(version, included, trace)
@@ -318,6 +324,9 @@ class Publisher:
         """
         if not self._is_connected:
             raise ProtocolError("reconnect() before connect()")
+        if not self._digest:
+            self._connect_first(replica, endpoint)
+            return
         if replica >= len(self._endpoints):
             self._grow(replica + 1)
         self.disconnect([replica])
@@ -325,6 +334,16 @@ class Publisher:
         link = self._transport.link
         self._slots[replica] = self._meeting.on_rank0(list[Slots], lambda: self._rank0.rejoin(replica, endpoint, link))
         self._endpoints[replica] = endpoint
+
+    def _connect_first(self, replica: int, endpoint: str) -> None:
+        """Meet the first replica after all were out of service: plan for it, and for others like it. Collective."""
+        known = [*self._endpoints, *[""] * (replica + 1 - len(self._endpoints))]
+        known[replica] = endpoint
+        try:
+            self.connect([endpoint if number == replica else "" for number in range(len(known))])
+            self._endpoints = known
+        finally:
+            self._is_connected = True
 
     def _grow(self, num_replicas: int) -> None:
         """Have a place in the plan for further replicas. Collective. Nothing is sent to them before reconnect()."""

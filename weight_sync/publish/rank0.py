@@ -23,7 +23,7 @@ from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
-from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.report import NOT_MET, PublishReport
 from slipstream.weight_sync.publish.transaction import Alive, Transaction
 from slipstream.weight_sync.replica.clients import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned
@@ -100,7 +100,7 @@ class Rank0:
         self._epoch = max([self._epoch, *(reply.own_epoch for reply in described.values())])
         slots = {number: [item.slots for item in reply.ranks] for number, reply in described.items()}
         for number in set(range(len(endpoints))) - set(described):
-            self._clients.give_up(number, f"replica {number} was out of service when the trainer connected")
+            self._clients.give_up(number, f"replica {number} was {NOT_MET}")
         self._last_sums = {}
         return [slots.get(number, []) for number in range(len(endpoints))], has_plan and self.met == self._layouts
 
@@ -132,7 +132,7 @@ class Rank0:
         """Ask these replicas for their descriptions. Refuse one that cannot be written to over `links`.
 
         Args:
-            may_be_gone: Leave out those that do not answer; raise what the last one failed with if none does.
+            may_be_gone: Leave out those that do not answer.
         """
         assert self._clients is not None
         replies = self._clients.call(
@@ -144,7 +144,7 @@ class Rank0:
         for number, endpoint in endpoints.items():
             reply = replies[number]
             if isinstance(reply, WeightSyncError):
-                if not may_be_gone or (not described and number == max(endpoints)):
+                if not may_be_gone:
                     raise reply
                 logger.warning("%s is left out: %s", endpoint, reply)
                 continue

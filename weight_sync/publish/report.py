@@ -1,10 +1,12 @@
 """The result of a publish: transaction.py fills it and the publisher returns it. Plain data, no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 EXCLUDED = "excluded by the caller"
 """ReplicaReport.error of a replica that was left out on request."""
+NOT_MET = "out of service when the trainer connected"
+"""... and of one of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,19 @@ class PublishReport:
     def num_committed(self) -> int:
         """Replicas that serve this version."""
         return sum(replica.committed for replica in self.replicas)
+
+
+def to_nobody(version: int, endpoints: Sequence[str], exclude: Collection[int]) -> PublishReport:
+    """The report of a publish while no replica has been met."""
+    replicas = (
+        ReplicaReport(endpoint, committed=False, error=EXCLUDED if number in exclude else NOT_MET)
+        for number, endpoint in enumerate(endpoints)
+    )
+    return PublishReport(
+        version=version, epoch=0, replicas=tuple(replicas), pause_s=0.0, begin_s=0.0, idle_s=0.0, mark_s=0.0,
+        prepare_s=0.0, write_s=0.0, verify_s=0.0, commit_s=0.0, total_s=0.0, num_bytes=0, peak_bytes=0,
+        watermark_bytes=0, num_changed_params=None,
+    )  # fmt: skip
 
 
 def joined(reports: Sequence[PublishReport], rounds: Sequence[Sequence[int]]) -> PublishReport:

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from fakes.meeting import ThreadMeeting
 from fakes.publish import committed, engine_layout
 from fakes.publish_world import World
 
 from slipstream.weight_sync.errors import PlanMismatch, ReplicaError
+from slipstream.weight_sync.publish import publisher as module
+from slipstream.weight_sync.publish.report import EXCLUDED, NOT_MET
 from slipstream.weight_sync.replica.recovery import make_offer, pull
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
 from slipstream.weight_sync.typed_msgpack import Sent
@@ -117,8 +120,6 @@ def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(ma
     world.publisher.close()
     world.new_publishers()
     with pytest.raises(ReplicaError, match="gone"):
-        world.publisher.connect(addresses[:2], absent=[])
-    with pytest.raises(ReplicaError, match="gone"):
         world.publisher.connect(addresses)
     world.publisher.connect(addresses, absent=[0])
     report = world.publisher.publish(1, exclude=[0])
@@ -137,3 +138,36 @@ def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(ma
     world.publisher.connect(addresses, absent=[])
     assert committed(world.publisher.publish(4)) == [True, True, True, False], "the last one is gone"
     world.publisher.reconnect(3, world.start(3))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_another_trainer_that_meets_nobody_plans_for_the_first_replica_that_comes_back(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """The first trainer died while no engine served, or at the same moment as all of them."""
+    monkeypatch.setattr(module, "Meeting", ThreadMeeting)
+    world = make_world(2, num_ranks=2)
+    world.connect()
+    world.publish(0)
+    for replica in range(2):
+        world.end(replica)
+    for publisher in world.publishers:
+        publisher.close()
+    world.new_publishers()
+
+    def comes_back(replica: int) -> None:
+        address = world.start(replica)
+        world.all(lambda publisher: publisher.reconnect(replica, address))
+
+    gone, absent = world.addresses, [0, 1] if is_known else []
+    world.all(lambda publisher: publisher.connect(gone, absent=absent))
+    report = world.publish(1, exclude=absent)
+    assert committed(report) == [False, False] and [one.endpoint for one in report.replicas] == gone
+    assert {one.error for one in report.replicas} == {EXCLUDED if is_known else NOT_MET}
+    world.raises(ReplicaError, "gone", lambda publisher: publisher.reconnect(1, gone[1]))
+    comes_back(1)
+    assert committed(world.publish(2, exclude=[0])) == [False, True]
+    comes_back(0)
+    comes_back(2)
+    assert committed(world.publish(3)) == [True] * 3
+    assert [engine.wrong_params(3) for engine in world.engines] == [[]] * 3
