@@ -38,6 +38,8 @@ from bench.environment import environment  # noqa: E402
 from slipstream.orchestrator.files.row_files import read_rows  # noqa: E402
 
 BRIDGE, HEAD = "slipstream-br", "10.214.0.1:6379"
+ANNOUNCED = Path("/tmp/ray/ray_current_cluster")
+"""Ray's head leaves its address there, which any other driver of this machine would join."""
 NOTICE = "http://127.0.0.1:8470/taken"
 """In each node the loopback is its own, and so is what is served there."""
 ROOMS = {1: 2, 2: 1, 3: 1, 4: 1}
@@ -295,6 +297,7 @@ def on_nodes(folder: Path, out: Path) -> None:
         for node in nodes.values():
             node.lose()
         run("ip", "link", "delete", BRIDGE)
+        ANNOUNCED.unlink(missing_ok=True)
 
 
 def measure(folder: Path, out: Path, words: Sequence[str], begin: Begin, harm: Callable[[Watched], Any]) -> None:
