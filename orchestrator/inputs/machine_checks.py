@@ -16,7 +16,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, DType, Objective, RemoteMerge, RolloutConfig, RunConfig, TransportKind
 from slipstream.orchestrator.inputs.facts import Fact
-from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from slipstream.orchestrator.inputs.object_store import object_store_bytes, route_bytes
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers, few_open_files
 from slipstream.orchestrator.socket_folder import socket_folder, where_sockets_lie
@@ -165,12 +165,12 @@ def _engines(rollout: RolloutConfig) -> str:
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Bytes of the model's weights, once; 0 for a model that check_model refuses."""
+    """Bytes of the weights in the engines' format, once; 0 for a model that check_model refuses."""
     try:
-        tensors = read_config(resolve_hf_config(config.model)).checkpoint_tensors(config.model.dtype.value)
+        tensors = engine_checkpoint(resolve_hf_config(config.model), config.model.dtype)
     except ConfigError:
         return 0
-    return sum(math.prod(tensor.shape) for tensor in tensors) * (4 if config.model.dtype is DType.float32 else 2)
+    return sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors)
 
 
 def _base_bytes(config: RunConfig) -> int:

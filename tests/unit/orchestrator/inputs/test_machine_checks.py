@@ -28,8 +28,10 @@ from slipstream.orchestrator.inputs.machine_checks import (
     check_sockets,
     check_zone_has_room,
 )
+from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from slipstream.orchestrator.inputs.preflight import run_preflight
 from slipstream.orchestrator.machine import HERE, Gpu, Machine, is_slow_in_bfloat16
+from slipstream.weight_sync.layout import DTYPE_BYTES
 
 Check = Callable[[RunConfig, Machine], Fact | None]
 
@@ -204,12 +206,18 @@ def test_a_base_that_finds_no_room_is_refused_before_a_start(
 
 
 @pytest.mark.parametrize(
-    ("words", "cure"), [([], "kv_cache_bytes"), (["rollout.kv_cache_bytes=null"], "gpu_memory_utilization")]
+    ("words", "cure"),
+    [
+        ([], "kv_cache_bytes"),
+        (["rollout.kv_cache_bytes=null"], "gpu_memory_utilization"),
+        (["model.engine_format=block_fp8"], "kv_cache_bytes"),
+    ],
 )
 def test_a_zone_for_changes_that_finds_no_room_is_refused_before_a_start(words: list[str], cure: str) -> None:
     given = [*MERGING, *words, "weight_sync.delta_bytes=1000000"]
     config = load_run_config(["experiment=quickstart", *given])
-    weights = 2 * sum(math.prod(m.shape) for m in read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+    tensors = engine_checkpoint(resolve_hf_config(config.model), config.model.dtype)
+    weights = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors)
     cache = config.rollout.kv_cache_bytes
     enough = round(1e6 / (1 - config.rollout.gpu_memory_utilization)) if cache is None else weights + cache + 10**6
 
