@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
-from fakes.clock import on_jumping_clock, turns
+from fakes.clock import on_jumping_clock
 from fakes.fleet import FakeFleet, until
 from fakes.trainer import outcome, publish_report
 from fakes.workers import FakeWorker, an_offer
@@ -122,6 +122,8 @@ async def test_every_holder_gives_to_one_reader_at_a_time() -> None:
         worker.pull, worker.offer = pull, offer  # type: ignore[method-assign]
     await cast.relayed(1)
     assert sources == {1: 0, 2: 0, 3: 1, 4: 0, 5: 1, 6: 2, 7: 3}, "one holder, then two, then four"
+    links = [list(replica.links) for replica in cast.supervisor.roster.replicas.values()]
+    assert links == [[], *([f"rollout-{sources[reader]}"] for reader in range(1, 8))]
     assert most == 4
     assert cast.world.committed == [1] * 8
 
@@ -271,43 +273,3 @@ async def test_a_replica_that_serves_is_written_rather_than_one_that_comes_back(
     await cast.relayed(1)
     assert cast.written[-1] == [1]
     assert cast.states == [S.serving] * 3
-
-
-@on_jumping_clock
-async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_not_during_a_publish() -> None:
-    cast = Cast("aaa")
-    cast.gate.set()
-    await cast.relayed(0)
-    links = [sorted(replica.links) for replica in cast.supervisor.roster.replicas.values()]
-    assert links == [[], ["rollout-0"], ["rollout-0"]]
-    cast.world.diary.clear()
-    await cast.supervisor.hold()
-    await cast.fail(0)
-    await turns()
-    assert cast.world.diary == [], "a publish is under way"
-    await cast.supervisor.settle([outcome(i > 0, "it died") for i in range(3)])
-    await until(lambda: cast.states[0] is S.serving)
-    verbs = [entry[:2] for entry in cast.world.diary if entry[0] in ("release", "restart")]
-    assert sorted(verbs[:2]) == [("release", 1), ("release", 2)]
-    assert verbs[2] == ("restart", 0)
-    assert [replica.links for replica in cast.supervisor.roster.replicas.values()] == [{}, {}, {}]
-
-
-@on_jumping_clock
-async def test_a_publish_waits_until_links_are_closed() -> None:
-    cast = Cast("aa")
-    await cast.relayed(0)
-    asked = asyncio.Event()
-
-    async def hangs() -> None:
-        asked.set()
-        await asyncio.Event().wait()
-
-    cast.worker(1).before["release"] = hangs
-    await cast.fail(0)
-    await asked.wait()
-    hold = asyncio.ensure_future(cast.supervisor.hold())
-    await asyncio.sleep(0.01)
-    assert not hold.done(), "its address is about to change"
-    hold.cancel()
-    await cast.supervisor.close()

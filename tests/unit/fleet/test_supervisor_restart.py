@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.clock import on_jumping_clock, turns
-from fakes.fleet import supervised, until
+from fakes.fleet import until
 from fakes.restarts import PROMPT, Cast, broken_link, serving
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
@@ -338,11 +338,3 @@ async def test_a_worker_that_is_out_or_starting_fails_once() -> None:
     assert cast.events(0).count(E.failed) == 2
     assert cast.states[0] is S.out
     assert cast.supervisor.roster.out_of_service == ["rollout-0"]
-
-
-async def test_the_last_worker_that_failed_is_named() -> None:
-    supervisor, _ = supervised(1)
-    await supervisor.fail(supervisor.roster.replicas["rollout-0"], "it died")
-    assert supervisor.roster.out_of_service == ["rollout-0"]
-    with pytest.raises(NoReplicasLeft, match="rollout-0: it died"):
-        supervisor.roster.require_replicas()

@@ -16,7 +16,6 @@ import pytest
 from cases.run_states import make_state, make_store, write
 
 from slipstream.conf.schema import RunConfig, RunSection
-from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
 from slipstream.orchestrator.checkpoints.run_checkpoint import (
     checkpoints_of,
     complete_checkpoints,
@@ -276,20 +275,6 @@ def test_older_checkpoints_go_and_spared_ones_stay_and_held_ones_until_who_holds
     store.prune()
     assert [step_of(path) for path in complete_checkpoints(store.folder)] == [3, 4]
     assert step_of(None) == 0
-
-
-def test_the_best_checkpoint_is_known_to_the_run_that_goes_on_from_it(tmp_path: Path) -> None:
-    config = RunConfig(run=RunSection(keep_best="eval/reward"))
-    first = make_store(tmp_path, keep=1)
-    best = BestCheckpoint(first, config, up_to_step=0)
-    write(first, 5)
-    best.judge(5, 0.5)
-    store = make_store(tmp_path, keep=1)
-    best = BestCheckpoint(store, config, up_to_step=5)
-    write(store, 10)
-    best.judge(10, 0.4)
-    assert (store.folder / "best").resolve() == store.of_step(5)
-    assert [step_of(path) for path in complete_checkpoints(store.folder)] == [5, 10]
 
 
 @pytest.mark.parametrize("given", [2, None])

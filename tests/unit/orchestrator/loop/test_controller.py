@@ -179,22 +179,6 @@ async def test_replicas_that_all_fail_a_publish_leave_a_row_and_a_checkpoint_of_
     assert loop.rows[-1]["sync/replicas_committed"] == 0
 
 
-async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpoint(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=4, run={"eval_every_steps": 2}))
-
-    async def dies_at_2(prompt: Prompt, n: int, *_: object, worker: FakeWorker) -> list[Rollout]:
-        if prompt.prompt_id >= 1000 and loop.world.version == 2:
-            raise ConnectionError("gone")
-        return await FakeWorker.generate_group(worker, prompt, n)
-
-    for worker in loop.workers:
-        worker.generate_group = partial(dies_at_2, worker=worker)  # type: ignore[method-assign]
-    with pytest.raises(NoReplicasLeft, match="gone"):
-        await loop.run()
-    assert loop.saved.step == 2
-    assert [row["step"] for row in loop.rows] == [0, 1, 2]
-
-
 async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path) -> None:
     """8 groups in a row are too many; until then steps without a single sample pass, and leave nulls in their rows."""
     loop = Loop(tmp_path, make_config(num_steps=9))

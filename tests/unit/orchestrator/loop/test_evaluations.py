@@ -207,18 +207,6 @@ async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> 
     assert loop.folder.best.resolve().name == "step-000005"
 
 
-async def test_a_resumed_run_knows_the_best_checkpoint_of_the_steps_before_it(tmp_path: Path) -> None:
-    config = beside(num_steps=3, every=1, keep_best="eval/reward", eval_beside=False)
-    first = Loop(tmp_path, config)
-    first.rewards.is_flat = lambda prompt: prompt.prompt_id >= 1000 and first.world.version == 2
-    await first.run()
-    resumed = replace(config, run=replace(config.run, num_steps=5, resume=str(tmp_path)))
-    again = Loop(tmp_path, resumed, resume_step=3)
-    await again.run()
-    assert [step_of(path) for path in complete_checkpoints(again.folder.checkpoints)] == [2, 4, 5]
-    assert again.folder.best.resolve().name == "step-000002"
-
-
 async def test_checkpoints_wait_for_the_evaluation_beside_training(tmp_path: Path) -> None:
     loop = slow_loop(tmp_path, beside(num_steps=6, every=3, keep_best="eval/pass_at_1"))
     await loop.run()

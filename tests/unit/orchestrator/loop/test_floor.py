@@ -42,17 +42,6 @@ async def test_floor_is_measured_at_the_first_step_and_then_this_often(
     assert loop.world.scored == [(version, [1, 7, 5, 2]) for version in (0, 0, 0, 2, 2, 2, 5, 5, 5)]
 
 
-async def test_engines_score_before_the_publish_that_changes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker that committed a later version has no answer."""
-    monkeypatch.setattr(controller, "FLOOR_EVERY_STEPS", 1)
-    loop = a_run(tmp_path, num_steps=3)
-    await loop.run()
-    assert [version for version, _ in loop.world.scored] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert all(row["parity/floor_k3"] is not None for row in loop.rows[1:])
-
-
 async def test_a_step_that_fails_leaves_no_scoring_behind(tmp_path: Path) -> None:
     async def hangs(*_: object) -> None:
         await asyncio.Event().wait()

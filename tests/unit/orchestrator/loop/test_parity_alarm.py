@@ -115,8 +115,9 @@ async def test_a_mismatch_above_stop_k3_ends_the_run_with_its_state_saved(tmp_pa
     assert loop.saved.policy_version == 1
 
 
-@pytest.mark.parametrize("correction", [Correction.none, Correction.tis])
-@pytest.mark.parametrize("rounding", MergeRounding)
+@pytest.mark.parametrize(
+    ("correction", "rounding"), [(Correction.none, MergeRounding.dithered), (Correction.tis, MergeRounding.nearest)]
+)
 async def test_a_runs_warning_names_those_of_its_options_that_make_a_mismatch_worse(
     correction: Correction, rounding: MergeRounding, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,7 @@ def more(prompt, response, fields, scale=2.0, *, other=3): return scale
 def two(prompt, response): return 1.0
 def four(prompt, response, fields, needed): return 1.0
 def verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
-def trl(prompts, completions, **columns): return 1.0
+def trl(completions, **columns): return 1.0
 def late(prompt, response, fields, completions=None): return 1.0
 class Callable:
     def __call__(self, prompt, response, fields): return 1.0
@@ -77,7 +77,7 @@ def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) 
         ("two", "'two' must take .*too many positional arguments"),
         ("four", "'four' must take .*missing a required argument: 'needed'"),
         ("verl", "'verl' must take .*but takes data_source, solution_str, ground_truth, as rewards of another library"),
-        ("trl", "'trl' must take .*but takes prompts, completions, as rewards of another library do"),
+        ("trl", r"'trl' must take .*but takes completions, as rewards of another library do.*coming_from\.md"),
         ("yields", "'yields' must take .* and return what they are worth, but yields"),
         ("yields_soon", "'yields_soon' must take .* and return what they are worth, but yields"),
         ("Built", "'Built' must take .* is a class; name a function, or an object with __call__"),
@@ -105,6 +105,7 @@ def test_a_row_chooses_its_rewards_in_the_order_of_the_options() -> None:
     assert chosen_rewards(RewardConfig(), alone) == ["exact_match"], "one reward judges all rows"
     assert _fields(Prompt(0, (1,), "p", {"finish_reason": "own"}), "stop") == {"finish_reason": "own"}
     assert _fields(alone, "length") == {"finish_reason": "length", "reward": "of another use"}
+    assert alone.fields.keys() == {"reward"}
 
 
 def test_what_was_counted_is_taken_once_and_named_after_its_reward() -> None:

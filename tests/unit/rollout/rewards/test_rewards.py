@@ -6,7 +6,6 @@ import os
 import signal
 import textwrap
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards.function import load_reward
 from slipstream.rollout.rewards.runner import check_reward
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.types import Prompt
 
 REWARDS = """
     import os, sys, time
@@ -48,15 +47,6 @@ REWARDS = """
             print("x" * (1 << 22))
             print("y" * (1 << 22), file=sys.stderr)
         return 0.5
-
-    def is_complete(prompt, response, fields):
-        return float(fields["finish_reason"] == "stop" and fields["answer"] == "a")
-
-    def of_verl(data_source, solution_str, ground_truth, extra_info=None):
-        return float(solution_str == ground_truth)
-
-    def of_trl_without_prompts(completions, **columns):
-        return [1.0 for _ in completions]
 
     not_callable = 3
 """
@@ -150,15 +140,6 @@ async def test_several_processes_keep_the_order_of_rollouts(rewards_module):
         assert rewards == [float(len(text)) for text in texts]
 
 
-async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_name(rewards_module):
-    async with running(RewardConfig(kind=f"{rewards_module}:is_complete")) as runner:
-        siblings = [Rollout([5], [0.0], [0], "a", reason) for reason in ("stop", "length")]
-        column = replace(PROMPT, fields={**PROMPT.fields, "finish_reason": "stop"})
-        for prompt, wanted in ((PROMPT, [1.0, 0.0]), (column, [1.0, 1.0])):
-            assert [one.reward for one in await runner.score_group(prompt, siblings)] == wanted
-        assert "finish_reason" not in PROMPT.fields
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -172,11 +153,6 @@ async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_na
             {"kind": "FOLDER/of_a_package.py:f"},
             r"relative import.*; name its package: reward\.kind=\S+\.of_a_package:f, in /",
         ),
-        (
-            {"kind": "FOLDER/user_rewards.py:of_verl"},
-            r"must take \(prompt, response, fields\).*takes data_source, solution_str, ground_truth.*coming_from\.md",
-        ),
-        ({"kind": "user_rewards:of_trl_without_prompts"}, r"takes completions, as .*coming_from\.md"),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
         ({"kind": "regex", "pattern": "("}, r"reward\.pattern='\(' is not a regular expression"),
         ({"kind": "regex", "pattern": "a"}, "has no group"),

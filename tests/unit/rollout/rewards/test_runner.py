@@ -53,8 +53,9 @@ async def test_each_reward_is_asked_in_its_own_way_and_the_weighted_sum_is_told(
     config = RewardConfig(
         parts={"one": {"weight": 2.0}, "all": {"weight": -0.5}}, overlong_tokens=2, overlong_penalty=0.5
     )
-    one, of_all = Pool(score(1), score(0, "b")), Pool(score(4), score(8, "c"), is_of_group=True)
-    judged = await runner_of(config, 3, one=one, all=of_all).score_group(PROMPT, rollouts("a", "bb"))
+    one, of_all = Pool(score(1), score(0, "b"), score(3)), Pool(score(4), score(8, "c"), is_of_group=True)
+    runner = runner_of(config, 3, one=one, all=of_all)
+    judged = await runner.score_group(PROMPT, rollouts("a", "bb"))
     assert one.asked == [
         ("p", ["a"], {"finish_reason": "stop", "answer": "a"}),
         ("p", ["bb"], {"finish_reason": "length", "answer": "a"}),
@@ -64,6 +65,8 @@ async def test_each_reward_is_asked_in_its_own_way_and_the_weighted_sum_is_told(
         Judgement(2 - 2, {"one": 1, "all": 4, "overlong_penalty": 0}, None),
         Judgement(0 - 4 - 0.25, {"one": 0, "all": 8, "overlong_penalty": -0.25}, "b"),
     ], "the first answer that a reward tells"
+    chosen = await runner.score_group(Prompt(8, (1,), "p", {"answer": "a", "reward": ["one"]}), rollouts("a"))
+    assert chosen == [Judgement(6, {"one": 3, "overlong_penalty": 0}, None)]
 
 
 async def test_a_reward_that_fails_leaves_its_sample_out_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,5 +149,5 @@ def test_a_process_gets_what_programs_need_what_it_is_promised_and_its_judges_ke
     assert "KEY" not in reward_environment(RewardConfig(env=("MINE",)), there)
     with pytest.raises(RewardError, match=r"^reward\.judge\.api_key_env names KEY, which is not set"):
         reward_environment(RewardConfig(kind="judge", judge=judge), {})
-    with pytest.raises(RewardError, match=r"^reward\.parts\.a\.env names MINE, which is not set"):
+    with pytest.raises(RewardError, match=r"^reward\.parts\.a\.env names MINE, which is not set .*; export it, or"):
         reward_environment(RewardConfig(env=("MINE",)), {}, "reward.parts.a")

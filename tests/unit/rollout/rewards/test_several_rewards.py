@@ -103,15 +103,6 @@ async def test_a_single_reward_is_named_after_its_function(file: Path):
         assert await runner.score_group(PROMPT, rollouts("bb")) == [Judgement(4.0, {"length": 2.0})]
 
 
-async def test_a_row_names_the_rewards_that_judge_it(file: Path):
-    parts = {"right": {}, "brevity": {"kind": f"{file}:length"}, "ordered": {"kind": f"{file}:rank"}}
-    async with running(RewardConfig(parts=parts)) as runner:
-        for column, names in ((["brevity", "right"], ["right", "brevity"]), ("ordered", ["ordered"])):
-            row = Prompt(0, (1,), "p", {"answer": "b", "reward": column})
-            (judgement,) = await runner.score_group(row, rollouts("b"))
-            assert list(judgement.parts) == names
-
-
 async def test_a_reward_of_a_group_that_fails_costs_the_group(file: Path, caplog: pytest.LogCaptureFixture):
     async with running(RewardConfig(kind=f"{file}:rank")) as runner:
         assert await rewards_of(runner, PROMPT, "raise", "a") == [None, None]
