@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,21 +21,6 @@ WAYS = [
     (is_full, *way) for is_full in (False, True) for way in (("rows", 0), ("tokens", 1 << 30), ("tokens, counted", 0))
 ]
 """Whether all is trained; what travels; gathered.BOUND_BYTES."""
-
-
-def _drops_one(out: Tensor, rows: Tensor, group: dist.ProcessGroup, *more: Any) -> Any:
-    """The last rank's partial sums get lost."""
-    return _all_to_all(out, rows * (group.rank() < group.size() - 1), group, *more)
-
-
-def _swaps_tokens(out: Tensor, rows: Tensor, group: dist.ProcessGroup, *more: Any) -> Any:
-    """Partial sums go to the next token."""
-    return _all_to_all(out, rows.roll(1, 0), group, *more)
-
-
-_all_to_all = gathered._all_to_all
-FAULTS = {"dropped": _drops_one, "swapped": _swaps_tokens}
-"""In the exchange of partial sums."""
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -153,11 +137,6 @@ def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) ->
                         combine_mode=mode,
                     )  # fmt: skip
                     results[dtype, is_full, mode] = run(experts, dist.group.WORLD, rows[rank], shares)
-        experts = make_experts(first=sum(shares[:rank]), count=shares[rank])
-        for fault, exchange in FAULTS.items():
-            with mock.patch.object(gathered, "_all_to_all", exchange):
-                results[fault] = run(experts, dist.group.WORLD, rows[rank], shares, most_tokens)
-            experts.zero_grad()
         torch.save(results, f"{folder}/rank{rank}.pt")
     finally:
         dist.destroy_process_group()

@@ -1,12 +1,10 @@
 """What each process of the parallel tests runs. One set of processes serves many scenarios."""
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,6 @@ from slipstream.trainer.model import whole_weights
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable
-from slipstream.trainer.model.whole_weights import WholeWeights
 from slipstream.trainer.parallel import ParallelLayout, gather_wholes, local_part, whole
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.weights.loading import CheckpointReader, RandomReader, load_weights
@@ -45,8 +42,6 @@ class Scenario:
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     is_whole: bool = False
     """Whether dense parameters are gathered once a call, and not layer by layer."""
-    fault: str = ""
-    """What plant() breaks."""
 
     def decoder(self, layout: ParallelLayout | None = None) -> Decoder:
         """The same weights on any layout."""
@@ -138,27 +133,6 @@ def fail_once(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> None:
     assert all(one.grad is None for one in decoder.whole.trainable)
 
 
-def planted(fault: str) -> AbstractContextManager[object]:
-    """Break how this process gathers or sums inside."""
-    gather = WholeWeights._gather
-    seen: set[int] = set()
-
-    def only_once(held: Sequence[Any]) -> None:
-        if not seen.issuperset(map(id, held)):
-            gather(held)
-        seen.update(map(id, held))
-
-    def own_rows_alone(weights: WholeWeights) -> None:
-        for held in weights._trained:
-            rows, start = local_part(held.rows)
-            if held.whole.grad is not None:
-                held.add_gradient(held.whole.grad[start : start + len(rows)].clone())
-
-    if fault == "gathered once and never again":
-        return patch.object(WholeWeights, "_gather", staticmethod(only_once))
-    return patch.object(WholeWeights, "_sum_gradients", own_rows_alone) if fault else nullcontext()
-
-
 def _to_cpu(value: Any) -> Any:
     return {name: one.cpu() for name, one in value.items()} if isinstance(value, dict) else value.cpu()
 
@@ -230,8 +204,7 @@ def _main(
         results: dict[str, Any] = {}
         for scenario in scenarios:
             layout = ParallelLayout.create(world_size, scenario.ep_size, rank, device)
-            with planted(scenario.fault):
-                results[scenario.name] = train_once(scenario, layout)
+            results[scenario.name] = train_once(scenario, layout)
         for ep_size, hf_config in file_models:
             results[f"files_ep{ep_size}"] = files(Path(folder), ep_size, world_size, rank, hf_config)
         torch.save(results, f"{folder}/rank{rank}.pt")

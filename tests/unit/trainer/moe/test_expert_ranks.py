@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases.moe_cases import FAULTS, NUM_TOKENS, rows_of, run_expert_parallel
+from cases.moe_cases import NUM_TOKENS, rows_of, run_expert_parallel
 from cases.tiny_models import relative_error
 from torch import Tensor
 
@@ -40,15 +40,6 @@ def test_gathered_tokens_give_one_ranks_sums_in_another_order(ranks, world_size,
             assert world_size == 1 or not torch.equal(many["x"], one["x"]), "one rank's order of sums"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_partial_sums_that_get_lost_or_go_elsewhere_are_noticed(ranks, fault):
-    one = together(ranks, 1, torch.float32, False, "rows")
-    for world_size in (2, 4):
-        for name in ("out", "x", "weights"):
-            wrong = torch.cat([results[fault][name] for results in ranks[world_size]])
-            assert relative_error(wrong, one[name]) > 1e-2, name
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_expert_parallel_ranks_give_the_bits_of_one(ranks, world_size, dtype):
@@ -66,8 +57,3 @@ def test_expert_parallel_ranks_give_the_bits_of_one(ranks, world_size, dtype):
 def test_each_mode_of_combining_rounds_in_its_own_way_on_any_number_of_ranks(ranks, world_size):
     once, *others = (together(ranks, world_size, torch.bfloat16, False, mode)["out"] for mode in CombineMode)
     assert not any(torch.equal(once, other) for other in others) and not torch.equal(*others)
-
-
-def test_expert_gradients_divided_by_the_group_would_be_noticed(ranks):
-    one, two = (together(ranks, n, torch.float32, False, "rows")["down_lora_B"] for n in (1, 2))
-    assert relative_error(two / 2, one) > 0.1

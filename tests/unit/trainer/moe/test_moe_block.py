@@ -60,13 +60,13 @@ def oracle_factors(oracle: Any) -> dict[str, Any]:
     }
 
 
-def oracle_results(experts: Experts, pack_b=pack_expert_b, dtype=torch.float32) -> dict[str, Tensor]:
+def oracle_results(experts: Experts, dtype=torch.float32) -> dict[str, Tensor]:
     """Output and gradients of the oracle in float32, gradients of factors in PEFT's packing; inputs as in dtype."""
     oracle = oracle_experts(experts).to(torch.float32)
     factors = oracle_factors(oracle)
     with torch.no_grad():
         for name, factor in factors.items():
-            factor.copy_((pack_expert_a if name.endswith("A") else pack_b)(getattr(experts, name)))
+            factor.copy_((pack_expert_a if name.endswith("A") else pack_expert_b)(getattr(experts, name)))
     x, weights, ids, grad_out = make_batch(dtype)
     x, weights = x.detach().float().requires_grad_(), weights.detach().float().requires_grad_()
     out = oracle(x, ids, weights)
@@ -98,24 +98,6 @@ def test_bfloat16_stays_near_the_float32_oracle():
     wide.load_state_dict(narrow.state_dict())
     found = errors(packed_like_peft(run(narrow)), oracle_results(wide, dtype=torch.bfloat16))
     assert max(found.values()) < 1e-2, found
-
-
-def test_another_order_of_the_experts_in_b_is_noticed():
-    experts = make_experts()
-    wrong = oracle_results(experts, lambda b_ENR: b_ENR.permute(1, 0, 2).flatten(1).contiguous())
-    found = errors(packed_like_peft(run(experts)), wrong)
-    assert found["out"] > 1e-2 and found["down_lora_A"] > 1e-2
-
-
-def test_the_routers_gradient_needs_the_adapter_and_no_down_output():
-    """<h, dh'> without the adapter's part of dh' is <W h, g>, what a down projection without an adapter gives. That is
-    another number: the identity is exercised.
-    """
-    experts = make_experts()
-    wanted = run(experts)["weights"]
-    experts.zero_grad()
-    experts.get_parameter("down_lora_B").detach().zero_()
-    assert relative_error(run(experts)["weights"], wanted) > 1e-2
 
 
 @pytest.mark.parametrize("activation", [SWIGLU, CLAMPED_SWIGLU], ids=["swiglu", "clamped"])
@@ -369,21 +351,3 @@ def test_sent_rows_end_when_they_were_sent(tmp_path, monkeypatch):
         dist.destroy_process_group()
     # x and the experts' output forward, then g, x and the gradient of the rows: tokens stay, products do not
     assert is_product_held == [True, False, True, True, False]
-
-
-def test_a_poisoned_row_beyond_the_counts_would_be_noticed(monkeypatch):
-    """Counts are exact, so no row is left unwritten; one row too few for the last expert leaves its garbage."""
-    experts, product = make_experts(), routed.grouped_product
-    assert run(experts)["out"].isfinite().all()
-
-    def one_row_short(x, matrices, groups, backend, **more):
-        counts = groups.counts_E.clone()
-        counts[int(counts.nonzero()[-1])] -= 1
-        if more.get("low_SR") is not None:
-            more["low_SR"] = more["low_SR"][:-1]
-        out = torch.full((x.shape[0], matrices.shape[2]), torch.nan)
-        out[:-1] = product(x[:-1], matrices, RowGroups(counts, x.shape[0] - 1), backend, **more)
-        return out
-
-    monkeypatch.setattr(routed, "grouped_product", one_row_short)
-    assert not run(experts)["out"].isfinite().all()
