@@ -18,7 +18,9 @@ from slipstream.conf.checks.tensor_parallel import (
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonMapping
 from slipstream.conf.schema import (
+    LORA_TARGETS,
     MAX_EXPERT_RANK,
+    MLP_MODULES,
     Device,
     DType,
     EngineFormat,
@@ -112,6 +114,13 @@ def check_slots_have_names(config: RunConfig, hf_config: HfConfig) -> None:
             f"weight_sync.mode=adapter: the slots of {kind}'s experts have no names that adapters have; "
             "set trainer.lora.targets without experts, or weight_sync.mode=merged"
         )
+    for together in (("q_proj", "k_proj", "v_proj"), MLP_MODULES[:2]):
+        adapts = lora.adapts_mlp if together[0] == "gate_proj" else lora.adapts_attention
+        if len({adapts(name) for name in together}) > 1:
+            raise ConfigError(
+                f"weight_sync.mode=adapter: engines have one slot for {', '.join(together)}; name all or none of "
+                "them in trainer.lora.targets, or set weight_sync.mode=merged"
+            )
     if lora.attention and not family.fills_slots:
         raise ConfigError(
             f"weight_sync.mode=adapter: engines give values of {kind} the weights of keys, and no adapter; set "
@@ -344,9 +353,20 @@ def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: HfConfi
 
 def check_lora_adapts_something(config: RunConfig, hf_config: HfConfig) -> None:
     lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
-    if config.trainer.mode is TrainMode.full or lora.attention:
-        return
     has_mlp = has_dense_layers(hf_config) or has_shared_experts(hf_config)
+    if config.trainer.mode is TrainMode.full:
+        return
+    if modules := [name for name in lora.targets if name not in LORA_TARGETS]:
+        spec = read_config(dict(hf_config))
+        shapes = [shape for attention in spec.attentions for shape in attention.linears(spec.hidden_size)]
+        own = [*dict.fromkeys(shape.name for shape in shapes), *(MLP_MODULES if has_mlp else ())]
+        if absent := [name for name in modules if name not in own]:
+            raise ConfigError(
+                f"trainer.lora.targets: this model has no {', '.join(absent)}; it has {', '.join(own)}"
+                + ", and routed experts, whose matrices are adapted together: experts" * is_moe
+            )
+    if lora.attention:
+        return
     if not (lora.experts and is_moe) and not (lora.mlp and has_mlp):
         raise ConfigError(
             "trainer.lora.targets without attention leaves nothing to adapt: this model has "

@@ -60,9 +60,11 @@ from slipstream.conf.schema.rollout import (
 from slipstream.conf.schema.run import RunConfig as RunConfig, RunSection as RunSection
 from slipstream.conf.schema.teacher import TeacherConfig as TeacherConfig
 from slipstream.conf.schema.trainer import (
+    ATTENTION_MODULES as ATTENTION_MODULES,
     ENGINE_LORA_RANKS as ENGINE_LORA_RANKS,
     LORA_TARGETS as LORA_TARGETS,
     MAX_EXPERT_RANK as MAX_EXPERT_RANK,
+    MLP_MODULES as MLP_MODULES,
     Activations as Activations,
     LoraConfig as LoraConfig,
     OptimConfig as OptimConfig,

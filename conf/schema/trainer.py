@@ -43,6 +43,14 @@ MAX_EXPERT_RANK = 512
 
 
 LORA_TARGETS = ("attention", "mlp", "experts")
+ATTENTION_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+)
+"""Last names of the matrices of any attention: of grouped queries, latent, linear."""
+MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+ADAPTS_ATTENTION = If(f"trainer.lora.targets={'|'.join(('attention', *ATTENTION_MODULES))}", cure=REMOVE_ONE)
 HAS_EXPERTS = If("has_experts=true", ", which has no experts")
 ONE_INPUT = "with which each layer keeps its input alone"
 NOT_BITWISE = If("is_bitwise=false", f"trainer.numerics.match=bitwise, {ONE_INPUT}", "choose parity=standard")
@@ -55,9 +63,7 @@ class LoraConfig:
 
     rank: int = 16
     """Rank of A and B. Gate and up of an expert share one A of this rank, as in PEFT's fused expert parameters."""
-    attention_rank: int | None = field(
-        default=None, metadata=read_if(If("trainer.lora.targets=attention", cure=REMOVE_ONE))
-    )
+    attention_rank: int | None = field(default=None, metadata=read_if(ADAPTS_ATTENTION))
     """Rank in the attention; null: `rank`. The scale is alpha / `rank` everywhere."""
     expert_rank: int | None = field(
         default=None, metadata=read_if(If("trainer.lora.targets=experts", cure=REMOVE_ONE), HAS_EXPERTS)
@@ -70,7 +76,8 @@ class LoraConfig:
     targets: tuple[str, ...] = LORA_TARGETS
     """What is adapted. attention: every projection of it: q, k, v and o, or q_a, q_b, kv_a, kv_b and o of latent
     attention. mlp: gate, up and down of dense feed-forwards and of shared experts. experts: those of every routed
-    expert."""
+    expert. Or single matrices of attention and mlp by their last names, as in PEFT's target_modules:
+    [q_proj,v_proj]. Engines with adapters in slots need q, k and v together, and gate and up."""
     init_from: str | None = None
     """Folder of an adapter in PEFT format from which training starts, such as runs/NAME/adapter of a fine-tuning run.
     It must have these ranks and this scale; a matrix that it has no factors for starts with B = 0. It is the policy
@@ -84,20 +91,29 @@ class LoraConfig:
         )
         at_least(1, "trainer.lora", self, "attention_rank", "expert_rank")
         above(0, "trainer.lora", self, "alpha")
+        known = (*LORA_TARGETS, *ATTENTION_MODULES, *MLP_MODULES)
         require(
-            bool(self.targets) and set(self.targets) <= set(LORA_TARGETS),
-            f"trainer.lora.targets must be some of {', '.join(LORA_TARGETS)}, got {list(self.targets)}; "
+            bool(self.targets) and set(self.targets) <= set(known),
+            f"trainer.lora.targets must be some of {', '.join(known)}, got {list(self.targets)}; "
             "trainer.mode=full trains without adapters",
         )
 
     @property
     def attention(self) -> bool:
-        return "attention" in self.targets
+        """Whether any matrix of attentions is adapted."""
+        return not {"attention", *ATTENTION_MODULES}.isdisjoint(self.targets)
 
     @property
     def mlp(self) -> bool:
-        """Whether dense feed-forwards are adapted."""
-        return "mlp" in self.targets
+        """Whether any matrix of dense feed-forwards is adapted."""
+        return not {"mlp", *MLP_MODULES}.isdisjoint(self.targets)
+
+    def adapts_attention(self, module: str) -> bool:
+        """Whether the matrix of this last name is adapted."""
+        return "attention" in self.targets or module in self.targets
+
+    def adapts_mlp(self, module: str) -> bool:
+        return "mlp" in self.targets or module in self.targets
 
     @property
     def experts(self) -> bool:

@@ -26,7 +26,10 @@ def published_linears(
     rows = [linear.weight.shape[0] for linear in linears]
     weight = linears[0].weight.new_empty(sum(rows), linears[0].weight.shape[1], dtype=dtype)
     for linear, out in zip(linears, weight.split(rows), strict=True):
-        _write(linear, "weight", linear.weight, linear.lora_A, linear.lora_B, out)
+        if linear.lora is None:
+            out.copy_(linear.weight)
+        else:
+            _write(linear, "weight", linear.weight, linear.lora_A, linear.lora_B, out)
     return weight.detach(), _biases(linears, dtype)
 
 
@@ -64,9 +67,7 @@ def _biases(linears: Sequence[Linear], dtype: torch.dtype) -> Tensor | None:
 @torch.no_grad()
 def _write(module: Linear | Experts, leaf: str, base: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
     """Merge the parameter `leaf`, a matrix or a stack of them, into `out`."""
-    if module.lora is None:
-        out.copy_(base)
-        return
+    assert module.lora is not None
     rows, columns, rank = base.shape[-2], base.shape[-1], a.shape[-2]
     operands = MergeOperands(
         base.detach().view(1, -1, columns),

@@ -32,10 +32,15 @@ class DenseMlp(nn.Module):
 
     def __init__(self, build: Build, width: int) -> None:
         super().__init__()
-        hidden, lora = build.spec.hidden_size, None if build.lora is None else build.lora.for_mlp
-        self.gate_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=lora)
-        self.up_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=lora)
-        self.down_proj = Linear(width, hidden, weight_dtype=build.weight_dtype, lora=lora)
+        hidden, given = build.spec.hidden_size, build.lora
+
+        def linear(name: str, in_features: int, out_features: int) -> Linear:
+            lora = given.for_mlp if given is not None and given.adapts_mlp(name) else None
+            return Linear(in_features, out_features, weight_dtype=build.weight_dtype, lora=lora)
+
+        self.gate_proj = linear("gate_proj", hidden, width)
+        self.up_proj = linear("up_proj", hidden, width)
+        self.down_proj = linear("down_proj", width, hidden)
         self.activates_once, self.has_gelu = build.numerics.dense_activation is Rounding.once, build.spec.has_gelu
 
 

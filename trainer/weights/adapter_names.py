@@ -52,7 +52,8 @@ def adapter_tensors(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[Ten
 
 def is_adapted(tensor: str, lora: LoraConfig) -> bool:
     """Whether the checkpoint matrix carries an adapter."""
-    kinds = ((lora.attention, _ATTENTION), (lora.mlp, _MLP), (lora.experts, _EXPERTS))
+    module = tensor.split(".")[-2]
+    kinds = ((lora.adapts_attention(module), _ATTENTION), (lora.adapts_mlp(module), _MLP), (lora.experts, _EXPERTS))
     return any(wanted and pattern.search(tensor) for wanted, pattern in kinds)
 
 

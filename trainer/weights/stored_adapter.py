@@ -287,7 +287,8 @@ def factor_shapes(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...
 
     def add_mlp(module: str, rank: int, width: int) -> None:
         for leaf, sides in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-            add(f"{module}.{leaf}_proj", rank, *sides)
+            if lora.adapts_mlp(f"{leaf}_proj"):
+                add(f"{module}.{leaf}_proj", rank, *sides)
 
     hidden, moe = spec.hidden_size, spec.moe
     for layer, attention in enumerate(spec.attentions):
@@ -295,7 +296,8 @@ def factor_shapes(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...
         if lora.for_attention is not None:
             for linear in attention.linears(hidden):
                 module = f"{prefix}{attention.name}.{linear.name}"
-                add(module, lora.for_attention.rank, linear.out_features, linear.in_features)
+                if lora.adapts_attention(linear.name):
+                    add(module, lora.for_attention.rank, linear.out_features, linear.in_features)
         if lora.for_mlp is not None:
             for module, width in spec.dense_mlps(layer).items():
                 add_mlp(prefix + module, lora.for_mlp.rank, width)

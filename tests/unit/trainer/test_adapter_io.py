@@ -12,7 +12,8 @@ from cases.tiny_models import hf_logits, hf_model, logits_of, make_decoder, pack
 from safetensors.torch import load_file, save_file
 
 import slipstream.trainer.adapter_io as adapter_io
-from slipstream.conf.schema import LoraConfig, MlaNormEps, TrainMode
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import ATTENTION_MODULES, LoraConfig, MlaNormEps, TrainMode
 from slipstream.trainer.adapter_io import load_adapter, save_adapter, save_merged
 from slipstream.trainer.errors import CheckpointError
 
@@ -53,6 +54,43 @@ def test_a_rank_of_its_own_for_attention_and_experts_changes_no_scale(tmp_path):
         CheckpointError, match=r"set \S*rank=4 \S*attention_rank=6 \S*expert_rank=2 \S*alpha=8, got rank"
     ):
         load_adapter(make_decoder(DEEPSEEK), tmp_path)
+
+
+MODULES = {
+    "dense": (DENSE, ("q_proj", "v_proj", "down_proj")),
+    "moe": (MOE, ("o_proj", "experts")),
+    "latent": (DEEPSEEK, ("kv_b_proj", "up_proj")),
+}
+
+
+@pytest.mark.parametrize(("hf_config", "targets"), MODULES.values(), ids=MODULES)
+def test_modules_are_adapted_by_their_names_as_peft_has_them(hf_config, targets, tmp_path):
+    """In an adapter's file, and merged."""
+    from transformers import AutoModelForCausalLM
+
+    trainer = trainer_config(lora=LoraConfig(rank=4, alpha=8.0, targets=targets))
+    decoder, batch = make_decoder(hf_config, trainer, mla_norm_eps=MlaNormEps.hf), packed()
+    adapted = {name.split(".")[-2] for name, _ in decoder.named_parameters() if name.endswith("lora_A")}
+    assert adapted == {*targets}
+    logits = logits_of(decoder, batch)
+    save_adapter(decoder, tmp_path / "adapter")
+    assert relative_error(logits, peft_logits(hf_config, tmp_path / "adapter", batch)) < 1e-5
+    fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert {*fields["target_modules"]} <= {*targets}
+    other = make_decoder(hf_config, trainer, nonzero_b=False)
+    assert load_adapter(other, tmp_path / "adapter") == 0
+    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), other.parameters(), strict=True))
+    save_merged(decoder, tmp_path / "merged", hf_config)
+    auto: Any = AutoModelForCausalLM
+    merged = auto.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    assert relative_error(logits, hf_logits(merged, batch)) < 1e-5
+
+
+def test_names_of_modules_are_those_of_all_attentions():
+    shapes = [
+        shape.name for config in FAMILIES.values() for one in read_config(config).attentions for shape in one.linears(8)
+    ]
+    assert {*shapes} == {*ATTENTION_MODULES}
 
 
 def test_expert_b_in_the_other_order_is_caught_by_that_comparison(tmp_path):

@@ -27,8 +27,9 @@ class Attention(nn.Module, ABC):
 
     def __init__(self, own: AttentionSpec, build: Build) -> None:
         super().__init__()
-        lora = None if build.lora is None else build.lora.for_attention
+        given = build.lora
         for shape in own.linears(build.spec.hidden_size):
+            lora = given.for_attention if given is not None and given.adapts_attention(shape.name) else None
             linear = Linear(
                 shape.in_features, shape.out_features, bias=shape.bias, weight_dtype=build.weight_dtype, lora=lora
             )

@@ -184,6 +184,8 @@ def test_names_and_targets_follow_what_is_adapted():
     assert all(meta.name.startswith(PREFIX) and 16 in meta.shape for meta in everything)
     assert target_modules(tensors, LoraConfig(targets=("attention",))) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert "experts" in target_modules(tensors, LoraConfig(targets=("experts",)))
+    for own in (["q_proj", "k_proj", "v_proj"], ["down_proj", "o_proj"]):
+        assert target_modules(tensors, LoraConfig(targets=tuple(own))) == sorted(own)
     assert target_modules(tensors, LoraConfig(targets=("mlp",))) == ["down_proj", "gate_proj", "up_proj"]
 
 

@@ -3,11 +3,22 @@
 import pytest
 import torch
 from cases.tiny_configs import DEEPSEEK, DENSE, GLM, GPT_OSS, MOE
-from cases.tiny_models import base_logits_of, logits_of, make_decoder, packed, probe_loss, relative_error
+from cases.tiny_models import (
+    base_logits_of,
+    logits_of,
+    make_decoder,
+    packed,
+    probe_loss,
+    relative_error,
+    trainer_config,
+)
 from torch import Tensor
 
+from slipstream.conf.schema import LoraConfig
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.engine_ops.merged_forward import MergedForward
+from slipstream.trainer.engine_ops.published_weights import base_linears, published_linears
+from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.weights.loading import load_weights
@@ -63,3 +74,15 @@ def test_the_reference_policy_computes_with_the_base() -> None:
     batch = packed()
     own, merged = (make_decoder(MOE, by=by) for by in (Forward(), MergedForward()))
     assert torch.equal(base_logits_of(merged, batch), base_logits_of(own, batch))
+
+
+def test_weights_side_by_side_are_those_of_each_alone_where_some_have_an_adapter() -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "up_proj"))
+    modules = dict(make_decoder(DENSE, trainer_config(lora=lora)).named_modules())
+    for parent, leaves in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+        linears = [modules[f"model.layers.0.{parent}.{leaf}_proj"] for leaf in leaves]
+        own = [one for one in linears if isinstance(one, Linear)]
+        assert len(own) == len(leaves)
+        weight, _ = published_linears(own, torch.float32)
+        assert torch.equal(weight, torch.cat([published_linears([one], torch.float32)[0] for one in own]))
+        assert not torch.equal(weight, base_linears(own, torch.float32)[0])
