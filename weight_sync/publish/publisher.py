@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import WeightSyncConfig
-from slipstream.weight_sync.errors import ProtocolError, TransportError
+from slipstream.weight_sync.errors import ProtocolError, TransportError, WeightSyncError
 from slipstream.weight_sync.layout import Binding, Destination, DestLayout, SourceLayout
 from slipstream.weight_sync.pipeline.lanes import RankPublishReport
 from slipstream.weight_sync.pipeline.pipeline import Pipeline
@@ -341,9 +341,11 @@ class Publisher:
         known[replica] = endpoint
         try:
             self.connect([endpoint if number == replica else "" for number in range(len(known))])
-            self._endpoints = known
+        except WeightSyncError:
+            self._digest = ""  # also if there is a plan by now: staging may be missing
+            raise
         finally:
-            self._is_connected = True
+            self._endpoints, self._is_connected = known, True
 
     def _grow(self, num_replicas: int) -> None:
         """Have a place in the plan for further replicas. Collective. Nothing is sent to them before reconnect()."""

@@ -1,14 +1,16 @@
 """A replica that was started again rejoins under the same plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from fakes.meeting import ThreadMeeting
+from fakes.memory_transport import MemoryTransport
 from fakes.publish import committed, engine_layout
 from fakes.publish_world import World
 
-from slipstream.weight_sync.errors import PlanMismatch, ReplicaError
+from slipstream.weight_sync.errors import PlanMismatch, ReplicaError, TransferFailed
 from slipstream.weight_sync.publish import publisher as module
 from slipstream.weight_sync.publish.report import EXCLUDED, NOT_MET
 from slipstream.weight_sync.replica.recovery import make_offer, pull
@@ -171,3 +173,29 @@ def test_another_trainer_that_meets_nobody_plans_for_the_first_replica_that_come
     comes_back(2)
     assert committed(world.publish(3)) == [True] * 3
     assert [engine.wrong_params(3) for engine in world.engines] == [[]] * 3
+
+
+def test_a_first_replica_for_which_there_was_no_memory_is_planned_for_again_when_it_comes_back(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(1)
+    world.connect()
+    world.end(0)
+    world.publisher.close()
+    world.new_publishers()
+    world.publisher.connect(world.addresses, absent=[0])
+    register, (link,) = MemoryTransport.register, world.links
+
+    def refused(self: MemoryTransport, tensors: Sequence[torch.Tensor]) -> None:
+        if self is link:
+            raise TransferFailed("no memory")
+        register(self, tensors)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(MemoryTransport, "register", refused)
+        with pytest.raises(TransferFailed, match="no memory"):
+            world.publisher.reconnect(0, world.start(0))
+        assert committed(world.publisher.publish(1)) == [False]
+    world.publisher.reconnect(0, world.addresses[0])
+    assert committed(world.publisher.publish(2)) == [True]
+    assert world.engines[0].wrong_params(2) == []
