@@ -83,7 +83,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
             tell("both are read; merging and writing")
             scorer.save(partial)
             complete_export(folder.model, partial)
-            write_whole(partial / "README.md", _card(config, trained, base))
+            write_whole(partial / "README.md", _card(config, folder, trained, base))
             partial.rename(target)
     except DiskFull as error:
         raise ConfigError(f"{error}; give another folder with --output") from error
@@ -94,14 +94,13 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     return target
 
 
-def _card(config: RunConfig, trained: Path, base: str | None) -> str:
-    """What the folder says of itself, as a model card of the Hub's."""
-    checkpoint = trained.parent
-    run = checkpoint.parents[1]
+def _card(config: RunConfig, folder: RunFolder, trained: Path, base: str | None) -> str:
+    """What the model's folder says of itself, as a model card of the Hub's."""
+    when = "the end" if trained == folder.adapter else f"step {step_of(trained.parent)}"
     what = "All weights" if config.trainer.mode is TrainMode.full else f"The adapter, merged into {base},"
     return (
         "---\nlibrary_name: transformers\ntags: [slipstream]\n---\n"
-        f"{what} of step {step_of(checkpoint)} of the Slipstream run {run.name} ({config.run.num_steps} steps).\n\n"
+        f"{what} of {when} of the Slipstream run {folder.root.name} ({config.run.num_steps} steps).\n\n"
         f"Written by `slipstream merge` from {trained}\n"
     )
 

@@ -1,5 +1,6 @@
 """Locks: `slipstream merge` writes the model that base and adapter of a run compute, and refuses before it reads."""
 
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,13 @@ def test_the_model_is_what_base_and_adapter_compute(run: Path, capsys: pytest.Ca
 def test_a_folder_of_choice_and_a_step(run: Path, tmp_path: Path) -> None:
     assert main(["merge", str(run), "--checkpoint", "5", "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (run / "merged").exists()
+
+
+def test_the_adapter_that_a_run_without_checkpoints_left_is_merged(run: Path) -> None:
+    (run / "checkpoints" / "step-000005" / "adapter").rename(run / "adapter")
+    shutil.rmtree(run / "checkpoints")
+    assert main(["merge", str(run)]) == 0
+    assert "of the end of the Slipstream run mine (" in (run / "merged" / "README.md").read_text()
 
 
 @torch.no_grad()
