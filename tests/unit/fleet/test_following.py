@@ -168,15 +168,6 @@ async def test_a_worker_that_failed_too_often_stays_out_and_nobody_takes_its_pla
     following.cancel()
 
 
-async def test_a_worker_that_is_out_is_tried_again_by_command_before_a_new_one_is_made() -> None:
-    machines = await Machines({"m0": 0}, (1, 2), 2).published()
-    machines.replica(1).num_restarts = 1
-    await machines.fail(1, "it fails and fails")
-    assert machines.states == [S.serving, S.out]
-    assert await machines.supervisor.scaling.scale(2) == ["rollout-1 is being started"]
-    await machines.until(S.serving, S.serving)
-
-
 async def test_nobody_is_started_where_more_are_there_or_out_than_were_asked_for() -> None:
     machines = Machines({"m0": 0}, (1, 4), 4)
     scaling = machines.supervisor.scaling

@@ -18,7 +18,6 @@ from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import ANSWER_S, Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.files.timeline import Activities
-from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.rollout.worker_verbs import digest_of
 from slipstream.weight_sync.errors import ReplicaDirty
@@ -31,18 +30,6 @@ async def routed(num_workers: int, timeout_s: float = 60) -> tuple[Router, Super
     supervisor, workers = supervised(num_workers)
     await serve(supervisor)
     return Router(supervisor, request_timeout_s=timeout_s), supervisor, workers
-
-
-async def test_least_loaded_replica_is_asked() -> None:
-    router, _, workers = await routed(2)
-    for worker in workers:
-        worker.gate = asyncio.Event()
-    calls = [asyncio.create_task(router.generate_group(PROMPT, 2)) for _ in range(6)]
-    await turns()
-    assert [worker.num_groups for worker in workers] == [3, 3]
-    for worker in workers:
-        worker.gate.set()
-    assert all(len(rollouts) == 2 for rollouts in await asyncio.gather(*calls))
 
 
 async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> None:
@@ -59,21 +46,6 @@ async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> 
     assert sum(worker.num_groups for worker in workers) == 1
     await supervisor.settle([outcome(True), outcome(True)])
     await call
-
-
-async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> None:
-    router, supervisor, (worker,) = await routed(1)
-
-    async def dirty_once() -> None:
-        worker.before.clear()
-        await supervisor.hold()
-        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(supervisor.settle([outcome(True)])))
-        raise ReplicaDirty("begin came first")
-
-    worker.before["generate_group"] = dirty_once
-    assert len(await router.generate_group(PROMPT, 2)) == 2
-    assert router.num_failed_groups == 0
-    assert supervisor.roster.replicas["rollout-0"].state is ReplicaState.serving
 
 
 async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
@@ -140,23 +112,6 @@ async def test_a_response_that_is_handed_over_without_a_token_is_sampled_on_and_
     worker.generate_group = hands_over_twice  # type: ignore[method-assign]
     assert all(rollout.token_ids for rollout in await router.generate_group(PROMPT, 2))
     assert (router.num_handed_over, router.num_failed_groups) == (4, 0)
-
-
-async def test_a_group_of_which_tokens_outlive_their_engine_is_not_one_that_failed() -> None:
-    router, supervisor, (dying, other) = await routed(2)
-
-    async def dies(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
-        dying.generate_group = gone  # type: ignore[method-assign]
-        return [Rollout([5], [-1.0], [0], "", ABORTED)] * n
-
-    async def gone(*_: object) -> list[Rollout]:
-        raise EngineDied("the engine's process was ended by SIGKILL")
-
-    dying.generate_group = dies  # type: ignore[method-assign]
-    next(one for one in supervisor.roster.replicas.values() if one.worker is other).num_in_flight = 1
-    rollouts = await router.generate_group(PROMPT, 2)
-    assert [(one.token_ids[0], one.finish_reason) for one in rollouts] == [(5, "stop")] * 2
-    assert (router.num_handed_over, router.num_failed_groups) == (2, 0)
 
 
 async def test_what_was_sampled_is_gone_on_from_after_a_refusal_and_after_a_failure() -> None:

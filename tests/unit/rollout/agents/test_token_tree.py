@@ -70,15 +70,6 @@ def test_a_conversation_keeps_what_was_sampled(template: str) -> None:
     assert talk.text() == talk.chat.render(messages[:5], ()) + "third" + talk.chat.end
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_the_end_of_a_response_that_was_cut_off_is_added(template: str) -> None:
-    talk = Conversation(template)
-    reply, _ = talk.ask([user("one")], "cut o")
-    _, reason = talk.ask([user("one"), reply, user("go on")], "ff" + talk.chat.end)
-    assert reason == CONTINUED
-    assert talk.text() == talk.chat.render([user("one"), reply, user("go on")], ()) + "ff" + talk.chat.end
-
-
 @pytest.mark.parametrize(
     "ends", [["<|eom_id|>", "<|eot_id|>"], ["<|eot_id|>", "<|eom_id|>"], ["", "<|eot_id|>"]]
 )  # the last has one without a text
@@ -137,20 +128,6 @@ def test_what_the_template_writes_in_another_way_begins_a_branch(
     _, reason = talk.ask([user("one"), reply, then], "second" + talk.chat.end)
     assert (reason, talk.parents) == ((CONTINUED, [None, 0]) if is_kept else (TEMPLATE, [None, None]))
     assert (part in talk.text()) == is_kept
-
-
-def test_a_tool_call_in_the_models_own_spelling_is_kept() -> None:
-    talk = Conversation("qwen3")
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    odd = '<tool_call>{"arguments":{"b":2,"a":1},"name":"add"}</tool_call><|im_end|>'
-    reply, _ = talk.ask([user("one")], odd, tools)
-    assert reply["tool_calls"], "the fake found the call"
-    _, reason = talk.ask([user("one"), reply, {"role": "tool", "content": "3"}], "3<|im_end|>", tools)
-    assert reason == CONTINUED
-    assert odd in talk.text()
-    other = {**reply, "tool_calls": [{**reply["tool_calls"][0], "id": "another"}]}
-    _, reason = talk.ask([user("one"), other, {"role": "tool", "content": "3"}], "3<|im_end|>", tools)
-    assert reason == EDITED
 
 
 def test_an_answer_that_a_framework_writes_anew_is_the_same() -> None:
@@ -216,18 +193,6 @@ def test_the_newest_of_equal_histories_is_gone_on_from() -> None:
         reply, _ = talk.ask([user("one")], "first<|im_end|>")
     assert talk.ask([user("one"), reply, user("two")], "a<|im_end|>")[1] == CONTINUED
     assert talk.parents == [None, None, 1]
-
-
-def test_the_longest_known_history_is_gone_on_from() -> None:
-    talk = Conversation("chatml")
-    messages = [user("one")]
-    for said in ("first", "second", "third"):
-        reply, _ = talk.ask(messages, said + "<|im_end|>")
-        messages = [*messages, reply, user("more")]
-    assert talk.ask(messages, "a<|im_end|>")[1] == CONTINUED
-    assert talk.parents[-1] == 2
-    assert talk.ask(messages[:-2], "b<|im_end|>")[1] == FORK, "there are two answers now"
-    assert talk.parents[-1] == 1
 
 
 def test_a_longer_history_that_cannot_be_kept_gives_way_to_a_shorter_one() -> None:
