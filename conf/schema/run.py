@@ -44,7 +44,7 @@ class RunSection:
     seed: int = 0
     """Seed of weights, prompt order and sampling."""
     num_steps: int = 100
-    """Optimizer steps."""
+    """Optimizer steps. --dry-run says how many epochs of the data they are."""
     checkpoint_every_steps: int = 50
     """Save the run's state after every this many steps, and at the end. 0: only at the end."""
     keep_checkpoints: int = 2

@@ -185,7 +185,8 @@ def check_data(config: RunConfig) -> Fact:
     is_exact = not (data.stream or encoder.has_estimated)
     check_rows_go_on(config, training if is_exact else None)
     warnings += _answers_end_elsewhere(config, encoder.exact) if has_chats else []
-    warnings += _fewer_than_a_step(config, sum(len(of_source.found) for of_source in training))
+    num_rows = sum(len(of_source.found) for of_source in training)
+    warnings += _fewer_than_a_step(config, num_rows)
     what = "the first " if data.stream else ""
     parts = [f"{what}{num} in {source}" for num, source in zip(training, data.training_sources, strict=True)]
     for name, source in data.held_out_sources.items():
@@ -197,7 +198,7 @@ def check_data(config: RunConfig) -> Fact:
         bound += "; whether they are those that the run began with is seen once the run has read them"
     shown = (Fact(f"first {subject[:-1]}", f"{seen[0][0]}, {shown_row(seen[0][1], encoder.exact)}"),) if seen else ()
     finding = "; ".join([", ".join(parts) + bound, *warnings])
-    return Fact(subject, finding, is_warning=bool(warnings), also=shown)
+    return Fact(subject, finding, is_warning=bool(warnings), also=(*shown, *_epochs(config, num_rows)))
 
 
 def _columns_left_out(left_out: Mapping[str, str]) -> list[str]:
@@ -208,12 +209,30 @@ def _columns_left_out(left_out: Mapping[str, str]) -> list[str]:
 
 def _fewer_than_a_step(config: RunConfig, num_rows: int) -> list[str]:
     """What to say where a step draws a row more than once."""
-    algorithm, is_sampled = config.algorithm, config.algorithm.objective is Objective.policy
-    name = "groups_per_step" if is_sampled else "sequences_per_step"
-    taken = algorithm.groups_per_step if is_sampled else algorithm.sequences_per_step
+    name, taken = _taken_by_a_step(config)
     if config.run.num_steps == 0 or config.data.stream or num_rows >= taken:
         return []
     return [f"fewer than a step takes, so that each is drawn more than once: algorithm.{name}={taken}"]
+
+
+def _taken_by_a_step(config: RunConfig) -> tuple[str, int]:
+    """The option of section algorithm that says how many rows a step takes, and its value."""
+    name = "groups_per_step" if config.algorithm.objective is Objective.policy else "sequences_per_step"
+    return name, getattr(config.algorithm, name)
+
+
+def _epochs(config: RunConfig, num_rows: int) -> list[Fact]:
+    """How often the run goes through its rows; empty where it does not take them in order."""
+    data, steps = config.data, num_rows / _taken_by_a_step(config)[1]
+    if (
+        0 in (config.run.num_steps, num_rows)
+        or data.stream
+        or data.order is Order.middling
+        or len(data.training_sources) > 1
+    ):
+        return []
+    drops = config.algorithm.objective is Objective.policy and config.algorithm.drop_zero_variance_groups
+    return [Fact("epochs", f"{'at least ' if drops else ''}{config.run.num_steps / steps:.1f}, of {steps:,.1f} steps")]
 
 
 def _rendering_the_first(exact: Read[Any], quick: Read[Any], seen: list[tuple[str, Any]]) -> Read[Any]:

@@ -79,6 +79,7 @@ def test_whole_checkpoint_passes_and_is_described(checkpoint: Path) -> None:
     facts = {fact.subject: fact.finding for fact in report.facts}
     assert "8 experts (top-2)" in facts["model"]
     assert facts["prompts"].startswith("704 in pkg://letters_train.jsonl")
+    assert facts["epochs"] == "2.5, of 44.0 steps"
     assert not (checkpoint.parent / "runs").exists()
 
 

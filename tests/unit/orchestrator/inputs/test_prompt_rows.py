@@ -258,7 +258,7 @@ def test_the_first_rows_of_each_source_are_rendered_before_a_run(tmp_path: Path)
     fact = check_data(config)
     assert fact.finding.endswith(f"a.jsonl; the chat template was tried on the first {RENDERED_ROWS} rows of each")
     assert not fact.is_warning
-    (shown,) = fact.also
+    (shown, *_) = fact.also
     assert shown.subject == "first prompt"
     assert shown.finding.endswith("a.jsonl:1, 27 tokens: '[user]yes[assistant]<think>'")
     resumed = check_data(replace(config, run=replace(config.run, resume=str(tmp_path / "old"))))
@@ -321,7 +321,7 @@ def test_what_a_row_teaches_is_shown_and_answers_without_a_thought_are_told(tmp_
     fact = check_data(chats(tmp_path, THINKS, [says("a", "b"), says("c", "<think>hm</think>d")]))
     assert "1 of the first 2 rows have answers without '<think>'" in fact.finding
     assert fact.is_warning
-    (shown,) = fact.also
+    (shown, *_) = fact.also
     assert shown.subject == "first conversation"
     assert shown.finding.endswith("a.jsonl:1, 20 tokens (2 taught): '[user]a[assistant]>>>b<eos><<<'")
 
@@ -330,7 +330,7 @@ def test_a_pair_is_shown_with_both_answers(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "1a=", "chosen": "a", "rejected": "bb"}))
     words = ["experiment=sft_quickstart", "algorithm=dpo", "data=files", f"data.path={path}"]
-    (shown,) = check_data(load_run_config(words)).also
+    (shown, *_) = check_data(load_run_config(words)).also
     assert shown.finding == (
         f"{path}:1, chosen 6 tokens (2 taught): '<bos>1a=>>>a<eos><<<', "
         "rejected 7 tokens (3 taught): '<bos>1a=>>>bb<eos><<<'"
@@ -339,7 +339,7 @@ def test_a_pair_is_shown_with_both_answers(tmp_path: Path) -> None:
 
 def test_options_of_the_template_are_checked_and_used_before_a_run(tmp_path: Path) -> None:
     config = chats(tmp_path / "one", THINKS, [says("yes")], "data.chat_template_kwargs.effort=low")
-    (shown,) = check_data(config).also
+    (shown, *_) = check_data(config).also
     assert shown.finding.endswith("'[user]yes[assistant]<think>low'")
     config = chats(tmp_path / "two", THINKS, [says("yes")], "data.chat_template_kwargs.effort_level=low")
     with pytest.raises(
