@@ -355,6 +355,11 @@ class CheckpointStore:
             return state_of(raw, rows)
 
     def _check_options(self, path: str, saved: JsonObject) -> None:
+        if saved.keys() != self._options.keys():
+            raise CheckpointError(
+                f"{path} is of another version of Slipstream, and goes on with that one: environment.json names its "
+                "commit"
+            )
         mine, theirs = dict(flatten(self._options)), dict(flatten(saved))
         differing = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
         if differing:

@@ -1,6 +1,7 @@
 """Options that a resumed run must have as its checkpoint has them, and others."""
 
 import copy
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from slipstream.conf.schema import (
     TrainMode,
 )
 from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
+from slipstream.orchestrator.checkpoints.manifest import write_manifest
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError
 from slipstream.orchestrator.files.run_folder import flatten
@@ -39,6 +41,22 @@ def test_other_options_are_refused_and_named_but_length_may_change(tmp_path: Pat
     for attempt in (lambda: refused.read(path), lambda: refused.step_to_resume("x")):
         with pytest.raises(CheckpointError, match=r"trainer\.lora\.rank: 16 there, 8 now"):
             attempt()
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_checkpoint_of_another_version_goes_on_with_that_one(tmp_path: Path, left_out: bool) -> None:
+    store = make_store(tmp_path)
+    path = write(store)
+    state = json.loads((path / "state.json").read_text())
+    if left_out:
+        del state["options"]["run.seed"]
+    else:
+        state["options"]["weight_sync.enabled"] = True
+    (path / "state.json").write_text(json.dumps(state))
+    (path / "manifest.json").unlink()
+    write_manifest(path)
+    with pytest.raises(CheckpointError, match=r"step-000007 is of another version .*: environment\.json names"):
+        store.read(path)
 
 
 OTHER: dict[str, Any] = {
