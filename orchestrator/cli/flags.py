@@ -172,7 +172,7 @@ def launch() -> Parser:
 
 
 def plan() -> Parser:
-    from slipstream.orchestrator.offline.hardware import CHANGED, Hardware
+    from slipstream.orchestrator.offline.hardware import CHANGED, CHANGED_FP8, Hardware
     from slipstream.weight_sync.prediction.links import LinkRates
 
     rates = LinkRates()
@@ -187,8 +187,8 @@ def plan() -> Parser:
         ("hbm", rates.hbm_bytes_s, "device memory traffic of packing, merging and hashing"),
     ):
         flag(f"--{name}-gb-s", positive, "RATE", f"{meaning}; default {rate / 1e9:g}")
-    changed = f"with weight_sync.delta_bytes: share of the elements that change in a step; default {CHANGED:g}"
-    flag("--changed", float, "F", changed)
+    changed = f"share of the elements that change in a step; default {CHANGED:g}, for block-FP8 engines {CHANGED_FP8:g}"
+    flag("--changed", float, "F", f"with weight_sync.delta_bytes: {changed}")
     slow = "a trainer rank whose links and memory are FACTOR times slower; may be given again"
     flag("--slow-rank", str, "RANK=FACTOR", slow, action="append", default=[])
     flag = parser.flags("flags: what comes out")

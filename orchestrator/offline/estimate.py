@@ -28,7 +28,7 @@ from slipstream.conf.json_files import HfConfig
 from slipstream.conf.schema import Device, Objective, Relay, RemoteMerge, RunConfig, SyncMode, TrainMode
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config, routing_shape
 from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
-from slipstream.orchestrator.offline.hardware import CHANGED, Hardware
+from slipstream.orchestrator.offline.hardware import CHANGED, CHANGED_FP8, Hardware
 from slipstream.orchestrator.offline.host_memory import HostMemory, host_memory
 from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
 from slipstream.rollout.errors import EngineError
@@ -281,8 +281,10 @@ class _Publish:
         from slipstream.weight_sync import changes  # with torch, which --help does not need
 
         zone, rates = self.config.weight_sync.delta_bytes, self.hardware.rates
-        values = CHANGED if self.hardware.changed is None else self.hardware.changed
         is_fp8 = any(meta.dtype == "float8_e4m3fn" for meta in self.sources[0].tensors)
+        values = self.hardware.changed
+        if values is None:
+            values = CHANGED_FP8 if is_fp8 else CHANGED
         changed = 1 - (1 - values) ** (2 if is_fp8 else 1)  # of elements of two bytes
         stream = (changes.RECORD_BYTES * changed + changes.TILE_BYTES / changes.TILE) / changes.ELEMENT_BYTES
         room = min(1.0, zone / (stream * max(summary.received_bytes.values())))

@@ -10,8 +10,8 @@ from pathlib import Path
 from slipstream.conf.errors import ConfigError
 from slipstream.weight_sync.prediction.links import LinkRates
 
-CHANGED = 0.01
-"""That of LoRA at lr 1e-5 (docs/measurements.md)."""
+CHANGED, CHANGED_FP8 = 0.01, 0.001
+"""Those of LoRA at lr 1e-5, in bfloat16 and in block-FP8 (docs/measurements.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Hardware:
     """Part of its decode speed that an engine loses by serving an adapter of all experts; vLLM 0.25.1 on one H200, r=32
     on 128 experts, 256 requests: 0.11, 0.19 and 0.27 in three runs (bench/results/adapter_sync-gpu*.json)."""
     changed: float | None = None
-    """Share of the elements that a publish of changes sends; None: CHANGED."""
+    """Share of the elements that a publish of changes sends; None: CHANGED, for block-FP8 engines CHANGED_FP8."""
     layout_cache: Path | None = None
     """Folder of recorded engine layouts; None: the user's cache."""
 

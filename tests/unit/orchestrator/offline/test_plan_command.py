@@ -161,6 +161,8 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     assert fp8.delta.kept_bytes == 0 < fp8.delta.host_bytes
     share = (4 * (1 - 0.95**2) + 8 / 4096) / 2  # an element is two values
     assert fp8.delta.num_bytes > share * fp8.summary.num_bytes
+    assumed = planned(*words).delta, plan_run(load_run_config(kimi), Hardware()).delta
+    assert [one.changed for one in assumed if one is not None] == [0.01, 0.001]
     much = planned(*words, hardware=Hardware(rates=slow, changed=0.13)).delta  # more than a quarter of the bytes
     assert much is not None
     assert much.num_bytes == report.summary.num_bytes
