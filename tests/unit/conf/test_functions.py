@@ -82,7 +82,7 @@ def test_each_content_that_a_run_had_is_kept(folder: Path, caplog: pytest.LogCap
         assert f"{own}, sha256 {hashlib.sha256(content.encode()).hexdigest()}; a copy is kept" in caplog.text
     kept = {path.name: path.read_text() for path in folder.glob("loss_source*")}
     assert kept == {"loss_source.1.py": "first", "loss_source.2.py": "second", "loss_source.py": "third"}
-    assert caplog.text.count("resumed with other code") == 2
+    assert caplog.text.count("resumed with another file than before") == 2
     caplog.clear()
     keep_copy("algorithm.loss=own.py:f", own, None)
     assert "sha256" in caplog.text and "a copy is kept" not in caplog.text
