@@ -66,7 +66,7 @@ def test_the_model_is_what_base_and_adapter_compute(run: Path, capsys: pytest.Ca
     assert relative_error(logits_of(base, packed()), logits_of(expected, packed())) > 0.1
     assert AutoTokenizer.from_pretrained(run / "merged")("ab")["input_ids"]
     card = ModelCard.load(run / "merged" / "README.md")
-    assert card.data.library_name == "transformers"
+    assert card.data.to_dict()["library_name"] == "transformers"
     assert f"into {run.parents[1] / 'base'}, of step 5 of the Slipstream run mine (" in card.text
     assert str(adapter) in card.text
 
