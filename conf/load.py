@@ -295,13 +295,19 @@ def _open_dict_above(name: str) -> Option | None:
 
 
 def _explain_unknown(name: str) -> str:
-    if name in REFUSED:
-        return f"there is no option {name}; {REFUSED[name]}"
-    if (ours := now(name)) is not None:
-        return f"there is no option {name} any more; it is {ours} now"
+    if (gone := _explain_gone(name)) is not None:
+        return gone
     if name in section_docs():
         return f"{name} is a section; set its options one by one, as in {_example_of(name)}"
     return f"unknown option {name}. {_hint(name) or 'See all of them with: slipstream train --help options'}"
+
+
+def _explain_gone(name: str) -> str | None:
+    """Of an option that no run can have, or of one that earlier versions had."""
+    if name in REFUSED:
+        return f"there is no option {name}; {REFUSED[name]}"
+    ours = now(name)
+    return None if ours is None else f"there is no option {name} any more; it is {ours} now"
 
 
 def _hint(name: str) -> str:
@@ -316,7 +322,8 @@ def _hint(name: str) -> str:
 def _explain_syntax(text: str) -> str:
     name = text.split("=", 1)[0].strip("+~ ")
     if text.startswith("-"):
-        hint = _hint(name.strip("-").replace("-", "_"))
+        plain = name.strip("-").replace("-", "_")
+        hint = _explain_gone(plain) or _hint(plain)
         return f"unknown flag {text}. Options are written section.option=value, without dashes. {hint}".rstrip()
     if "=" not in text:
         known = name in options_by_name() or name in GROUPS

@@ -184,6 +184,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("run.seed", ["'run.seed' is not NAME=VALUE; write run.seed=VALUE"]),
         ("seed", ["'seed' is not NAME=VALUE", "run.seed"]),
         ("--num-steps=3", ["unknown flag --num-steps=3", "without dashes", "run.num_steps"]),
+        ("--weight-sync.keep-kv=true", ["there is no option weight_sync.keep_kv any more", "weight_sync.pause_mode"]),
         ("data.path=~/a.jsonl", ["cannot read 'data.path=~/a.jsonl'", "write data.path=$HOME/a.jsonl"]),
         ("rollout.sampling.stop=[</a>]", ["quote it twice, as in 'rollout.sampling.stop=[\"...\"]'"]),
         ("run.name=a{b", ["cannot read 'run.name=a{b'", "quote it twice"]),
