@@ -33,6 +33,7 @@ def test_signals_end_a_command_that_still_looks_at_files(
 def test_an_interrupt_while_modules_are_imported_ends_with_a_line() -> None:
     code = (
         "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "class Interrupts:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name.startswith('slipstream.orchestrator.cli.') and not name.endswith('.main'):\n"
