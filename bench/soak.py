@@ -60,6 +60,7 @@ STOP_S = 10.0
 SETTLED_STEP = 100
 """By then processes have what they need, and what is more is growth."""
 STEADY_S, WINDOW_S = 20.0, 10.0
+MOMENTS = ("sampling", "publish", "verify", "recovery")
 FIGURES = ("memory_gb", "descriptors", "threads", "listening", "shm_files", "processes")
 PROGRAM = r"\w+::\w+|\w+/\w+(?=\.py\b)|multiprocessing\.\w+|(?<=-m )\S+"
 """What tells processes of a command line apart: the name of an actor of Ray's, a file or a module."""
@@ -99,10 +100,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/soak"))
     parser.add_argument("--victims", default="engine,worker,trainer,reward")
     parser.add_argument("--what", default="kill,stop,term")
-    parser.add_argument("--when", default="sampling,publish,verify,checkpoint,recovery")
+    parser.add_argument("--when", help="default: sampling,publish,verify,recovery, and checkpoint if there are any")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("words", nargs="*", help="options of the run")
     arguments = parser.parse_args()
+    arguments.when = arguments.when or ",".join(MOMENTS if arguments.shape != "cpu" else [*MOMENTS, "checkpoint"])
     run, folder, began = begin(arguments)
     harm: subprocess.Popen[bytes] | None = None
     ending: subprocess.Popen[bytes] | None = None
@@ -113,6 +115,9 @@ def main() -> None:
         step = next((row["step"] for row in last_rows(folder / "metrics.jsonl", 1)), -1)
         if arguments.every and harm is None and step >= arguments.quiet:
             harm = begin_harm(arguments, folder, at)
+        if harm is not None and harm.poll() and not (folder / "chaos.jsonl").exists():
+            subprocess.run([*MODULE, "stop", str(folder)], check=False)
+            sys.exit("nothing was harmed: see what slipstream chaos said above")
         if arguments.for_s is not None and ending is None and at >= arguments.for_s:
             if harm is not None and is_running(harm):  # it would resume what is stopped
                 harm.send_signal(signal.SIGINT)
