@@ -94,7 +94,8 @@ class KeptSource:
         key = tuple(reads)
         kept = self._loads.get(key)
         if kept is None:
-            kept = _Kept(max((read.offset_bytes + read.num_bytes for read in reads), default=0))
+            num_bytes = max((read.offset_bytes + read.num_bytes for read in reads), default=0)
+            kept = _Kept(num_bytes, is_locked=self._device.type == "cuda")
             self._loads[key] = kept
         return kept
 
@@ -118,18 +119,17 @@ def kept_scratch_bytes(device_type: str, watermark_bytes: int) -> int:
 
 
 class _Kept:
-    """What a load held when it was packed last."""
+    """What a load held when it was packed last. Its memory is taken with the plan: to page-lock it in the first publish
+    would make engines wait."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
         self._num_bytes = aligned(num_bytes)  # packets and slots are, too
-        self._values: Tensor | None = None
+        self._values = host_bytes(self._num_bytes, is_locked=is_locked).view(torch.int16)
         self._publish = _NEVER
         """In which it was packed."""
 
     def take(self, slot: Tensor, publish: int) -> None:
         """Copy the load that fills a slot."""
-        if self._values is None:
-            self._values = host_bytes(self._num_bytes, is_locked=slot.is_cuda).view(torch.int16)
         self._values.copy_(self._elements(slot), non_blocking=True)
         self._publish = publish
 
@@ -139,7 +139,7 @@ class _Kept:
         """Mark the elements of a slot that differ; all, if what is kept is not of the publish before this one."""
         values = self._elements(slot)
         own_marks = marks[: len(values)]
-        if self._values is None or self._publish != publish - 1:
+        if self._publish != publish - 1:
             own_marks.fill_(1)
         else:
             compare(values, self._values, own_marks.view(torch.bool))

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync import api
 from slipstream.weight_sync.api import Sender, register_checkpoint, register_tensors
+from slipstream.weight_sync.disk import kept_source
 from slipstream.weight_sync.replica.receiver import Receiver
 
 SHAPES = {"embed": (300, 16), REPACKED: (64, 64), "up": (200, 64), "down": (64, 200), "norm": (40,), "bias": (64,)}
@@ -102,6 +103,18 @@ def test_updates_of_tensors_in_memory_send_what_changed(make, watermark_bytes, t
     whole_anyway = 2 * sum(torch.Size(SHAPES[n]).numel() * s for n, s in ((REPACKED, 2), ("bias", 4), ("norm", 2)))
     assert sent[0] == 2 * NUM_BYTES
     assert all(whole_anyway < one < whole_anyway + 0.2 * sent[0] for one in sent[1:]), sent
+
+
+def test_memory_for_what_is_kept_is_there_before_a_publish(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locking takes a GPU's host seconds, in which engines would stand still."""
+    taken: list[int] = []
+    host_bytes = kept_source.host_bytes
+    monkeypatch.setattr(kept_source, "host_bytes", lambda n, **how: (taken.append(n), host_bytes(n, **how))[1])
+    ends = make(register_tensors(values(0)))
+    assert NUM_BYTES <= sum(taken) < 1.2 * NUM_BYTES
+    before = len(taken)
+    assert ends.sender.update(0).num_committed == ends.sender.update(1).num_committed == 1
+    assert len(taken) == before
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
