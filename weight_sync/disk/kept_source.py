@@ -78,6 +78,7 @@ class KeptSource:
 
         def with_marks(slot: Tensor, marks: Tensor | None) -> FillSlot:
             fill = filling(slot)
+            kept.reserve(is_locked=slot.is_cuda)
 
             def fill_and_mark() -> None:
                 fill()
@@ -94,8 +95,7 @@ class KeptSource:
         key = tuple(reads)
         kept = self._loads.get(key)
         if kept is None:
-            num_bytes = max((read.offset_bytes + read.num_bytes for read in reads), default=0)
-            kept = _Kept(num_bytes, is_locked=self._device.type == "cuda")
+            kept = _Kept(max((read.offset_bytes + read.num_bytes for read in reads), default=0))
             self._loads[key] = kept
         return kept
 
@@ -119,14 +119,19 @@ def kept_scratch_bytes(device_type: str, watermark_bytes: int) -> int:
 
 
 class _Kept:
-    """What a load held when it was packed last. Its memory is taken with the plan: to page-lock it in the first publish
-    would make engines wait."""
+    """What a load held when it was packed last."""
 
-    def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self._num_bytes = aligned(num_bytes)  # packets and slots are, too
-        self._values = host_bytes(self._num_bytes, is_locked=is_locked).view(torch.int16)
+        self._values = torch.empty(0, dtype=torch.int16)
         self._publish = _NEVER
         """In which it was packed."""
+
+    def reserve(self, *, is_locked: bool) -> None:
+        """Take its memory once, as slots are allocated: to page-lock it in the first publish would make engines wait,
+        and an earlier plan's is free by then."""
+        if self._values.nbytes < self._num_bytes:
+            self._values = host_bytes(self._num_bytes, is_locked=is_locked).view(torch.int16)
 
     def take(self, slot: Tensor, publish: int) -> None:
         """Copy the load that fills a slot."""
