@@ -120,7 +120,7 @@ REFUSED: Mapping[str, str] = dict.fromkeys(
 """What others have, and no run can -> why, and what to do."""
 
 
-def now(name: str) -> str | None:
+def present_name(name: str) -> str | None:
     """What an option of an earlier version is now."""
     return next((ours for ours, before in EARLIER.items() if name in before.split()), None)
 

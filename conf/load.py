@@ -29,7 +29,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from slipstream.conf.checks.ignored import check_no_override_is_ignored
 from slipstream.conf.checks.sections import check_all
-from slipstream.conf.elsewhere import CHOICES, REFUSED, counterpart, now
+from slipstream.conf.elsewhere import CHOICES, REFUSED, counterpart, present_name
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, is_list
 from slipstream.conf.options import (
@@ -303,10 +303,10 @@ def _explain_unknown(name: str) -> str:
 
 
 def _explain_gone(name: str) -> str | None:
-    """Of an option that no run can have, or of one that earlier versions had."""
+    """What to say of an option that no run can have, or that earlier versions had; None: it is neither."""
     if name in REFUSED:
         return f"there is no option {name}; {REFUSED[name]}"
-    ours = now(name)
+    ours = present_name(name)
     return None if ours is None else f"there is no option {name} any more; it is {ours} now"
 
 

@@ -21,8 +21,8 @@ STAGES = (
     "pipeline.lanes.Replay.replay", "publish.transaction.Transaction.begin", "publish.transaction.Transaction.finish",
     "publish.bases.Bases.end",
 )  # fmt: skip
-"""Of a publisher: before its first write, before it asks engines to begin, before it asks them to commit, and once all
-have."""
+"""Where a publisher dies: before its first write, before it asks engines to begin, before it asks them to commit, and
+once all have."""
 
 
 class World:
