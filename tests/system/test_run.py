@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -161,8 +162,11 @@ def last_publish(run: RunUnderWay) -> str:
 
 
 def journal_time(run: RunUnderWay) -> int:
-    """When a state was written: at a controller's beginning, and in each step."""
-    return (run.folder / "control" / "journal").stat().st_mtime_ns
+    """When a state was written: at a controller's beginning, and in each step. Killed between two renames, a controller
+    leaves the state before alone."""
+    with suppress(FileNotFoundError):
+        return (run.folder / "control" / "journal").stat().st_mtime_ns
+    return (run.folder / "control" / "journal.before").stat().st_mtime_ns
 
 
 def kill_command(run: RunUnderWay) -> None:
