@@ -129,6 +129,7 @@ def ended_in_a_publish() -> EndedInAPublish:
             engine.suspend()
             closed.unlink()
             run.wait_for(lambda: len(PUBLISH_BEGINS.findall(run.log)) > num_ended)
+            run.wait_for(lambda: listed_calls(run.said))  # processes report theirs once a second
             kept_calls = listed_calls(run.said)
             run.tell_to_end()
             run.wait_for(lambda: "told to end: waiting for the step under way" in run.log)
