@@ -4,8 +4,8 @@
                  \\                             \\==read==> replica                        then two feed two, ...
                   ==write==> primary of node B ==read==> ...
 
-A replica reads as it does in a recovery: rank i reads the parameters of the peer's rank i as its kernels hold them, and
-proves them by the hashes of the peer's commit. The peer's offer is asked for again before the version is adopted.
+A replica reads as it does in a recovery (docs/decisions/0009). The peer's offer is asked for again before the version
+is adopted.
 
 Owns: which replicas are written, which read from which, and what a failure of either costs the others. Does not own:
 the writes (the trainer), the read and its proof (rollout.worker, weight_sync.replica.recovery), links that stay open
@@ -19,7 +19,7 @@ a publish ends after as many rounds as a node has replicas.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.conf.failures import raised_as
@@ -39,36 +39,25 @@ class _PeerLost(WeightSyncError):
     """The peer made no offer. Its reader was not touched."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """One replica's read from its peer."""
-
-    pulled: Pulled
-    pause_s: float
-    """Seconds in which it did not serve."""
-
-
 @dataclass(slots=True)
-class _NodeOutcome:
-    """What became of the replicas of one node, or of all nodes."""
+class _Outcome:
+    """What became of the readers of all nodes, and of primaries that were gone before they were read."""
 
-    reads: dict[str, _Read] = field(default_factory=dict[str, _Read])
-    """By reader."""
-    failed: dict[str, str] = field(default_factory=dict[str, str])
+    reads: dict[Replica, tuple[Pulled, float]] = field(default_factory=dict["Replica", tuple[Pulled, float]])
+    """Reader -> what it read, and the seconds in which it did not serve."""
+    failed: dict[Replica, str] = field(default_factory=dict["Replica", str])
     """Replica -> why it does not serve the version."""
-    untouched: list[str] = field(default_factory=list[str])
-    """Readers that found no peer to read from."""
 
 
-def by_node(replicas: Iterable[Replica]) -> dict[str, list[str]]:
+def by_node(replicas: Iterable[Replica]) -> dict[str, list[Replica]]:
     """The replicas that take part in the publish under way, node by node; those that have served come first.
 
     The first replica of a node is its primary: the same one in every publish, so that the trainer's links stay open.
     """
-    nodes: dict[str, list[str]] = {}
+    nodes: dict[str, list[Replica]] = {}
     for one in sorted(replicas, key=lambda one: (bool(one.reason), one.place)):
         if one.takes_part:
-            nodes.setdefault(one.worker.node, []).append(one.name)
+            nodes.setdefault(one.worker.node, []).append(one)
     return nodes
 
 
@@ -79,65 +68,61 @@ async def publish_by_relay(write: Write, supervisor: Supervisor) -> PublishRepor
         write: the trainer's publish.
         supervisor: has begun the publish (`hold`).
     """
-    replicas = supervisor.roster.replicas
-    waiting = by_node(replicas.values())
+    replicas = supervisor.roster.replicas.values()
+    waiting = list(by_node(replicas).values())
     rounds: list[PublishReport] = []
     primaries: list[list[int]] = []
-    total = _NodeOutcome()
+    outcome = _Outcome()
     relay_s = 0.0
     while waiting or not rounds:
-        chosen = {node: members[0] for node, members in waiting.items()}
-        exclude = [one.place for one in replicas.values() if one.name not in chosen.values()]
-        report = await write(exclude, len(rounds))
+        chosen = [members[0] for members in waiting]
+        report = await write([one.place for one in replicas if one not in chosen], len(rounds))
         rounds.append(report)
-        primaries.append([replicas[primary].place for primary in chosen.values()])
+        primaries.append([primary.place for primary in chosen])
         began = time.monotonic()
-        committed = [node for node, primary in chosen.items() if report.replicas[replicas[primary].place].committed]
-        outcomes = await asyncio.gather(*(_pass_on(chosen[node], waiting[node][1:], supervisor) for node in committed))
+        has_it = [report.replicas[primary.place].committed for primary in chosen]
+        nodes = zip(waiting, has_it, strict=True)
+        untouched = await asyncio.gather(*(_pass_on(node, is_done, supervisor, outcome) for node, is_done in nodes))
         relay_s += time.monotonic() - began
-        rest = {node: members[1:] for node, members in waiting.items()}
-        for node, outcome in zip(committed, outcomes, strict=True):
-            total.reads |= outcome.reads
-            total.failed |= outcome.failed
-            rest[node] = outcome.untouched
-        alive = {node: [name for name in members if replicas[name].takes_part] for node, members in rest.items()}
-        waiting = {node: members for node, members in alive.items() if members}
-        for node, members in waiting.items():
-            instead, failed = (replicas[name].worker.name for name in (members[0], chosen[node]))
-            logger.warning("the trainer writes to %s instead of %s", instead, failed)
-    return _whole(rounds, primaries, total, relay_s, {name: one.place for name, one in replicas.items()})
+        waiting = list[list[Replica]]()
+        for primary, members in zip(chosen, untouched, strict=True):
+            if alive := [one for one in members if one.takes_part]:
+                logger.warning("the trainer writes to %s instead of %s", alive[0].worker.name, primary.worker.name)
+                waiting.append(alive)
+    return _whole(rounds, primaries, outcome, relay_s)
 
 
-async def _pass_on(primary: str, readers: Sequence[str], supervisor: Supervisor) -> _NodeOutcome:
-    """Fill a node's replicas from its primary. A holder gives to one reader at a time; a reader becomes a holder next.
+async def _pass_on(
+    members: Sequence[Replica], is_written: bool, supervisor: Supervisor, outcome: _Outcome
+) -> list[Replica]:
+    """Fill a node's replicas from its primary, the first, if that was written; return those that found no peer to read.
 
-    So n readers take log2(n + 1) reads one after the other, where n readers of the primary alone would share its link.
+    A holder gives to one reader at a time; a reader becomes a holder next. So n readers take log2(n + 1) reads one
+    after the other, where n readers of the primary alone would share its link.
     """
-    replicas = supervisor.roster.replicas
-    result = _NodeOutcome(untouched=list(readers))
-    holders = [primary]
+    untouched = list(members[1:])
+    holders = [members[0]] if is_written else []
     while holders:
-        result.untouched = [reader for reader in result.untouched if replicas[reader].takes_part]
-        pairs = list(zip(holders, result.untouched))
+        untouched = [reader for reader in untouched if reader.takes_part]
+        pairs = list(zip(holders, untouched))
         if not pairs:
             break
-        del result.untouched[: len(pairs)]
-        reads = [_read(replicas[peer], replicas[reader], supervisor) for peer, reader in pairs]
-        for (peer, reader), outcome in zip(pairs, await asyncio.gather(*reads, return_exceptions=True), strict=True):
-            if isinstance(outcome, _PeerLost):
+        del untouched[: len(pairs)]
+        reads = await asyncio.gather(*(_read(*pair, supervisor) for pair in pairs), return_exceptions=True)
+        for (peer, reader), read in zip(pairs, reads, strict=True):
+            if isinstance(read, _PeerLost):
                 holders.remove(peer)
-                result.failed[peer] = str(outcome)
-                result.untouched.insert(0, reader)
-            elif isinstance(outcome, BaseException):
-                name = replicas[peer].worker.name
-                result.failed[reader] = f"reading from {name} failed with {type(outcome).__name__}: {outcome}"
+                outcome.failed[peer] = str(read)
+                untouched.insert(0, reader)
+            elif isinstance(read, BaseException):
+                outcome.failed[reader] = f"reading from {peer.worker.name} failed with {type(read).__name__}: {read}"
             else:
                 holders.append(reader)
-                result.reads[reader] = outcome
-    return result
+                outcome.reads[reader] = read
+    return untouched
 
 
-async def _read(peer: Replica, reader: Replica, supervisor: Supervisor) -> _Read:
+async def _read(peer: Replica, reader: Replica, supervisor: Supervisor) -> tuple[Pulled, float]:
     """One replica reads what its peer committed, and serves it.
 
     The link stays open: closing it takes a second without sampling. The supervisor closes it when the peer dies.
@@ -151,30 +136,27 @@ async def _read(peer: Replica, reader: Replica, supervisor: Supervisor) -> _Read
     if await call(peer, "offer", source.offer()) != offers:
         raise ReplicaDirty(f"{source.name} has moved on while {target.name} read version {offers[-1].version}")
     await call(reader, "adopt", target.adopt(offers[-1].version, offers[-1].epoch))
-    return _Read(pulled, time.monotonic() - began)
+    return pulled, time.monotonic() - began
 
 
 def _whole(
-    rounds: Sequence[PublishReport],
-    primaries: Sequence[Sequence[int]],
-    total: _NodeOutcome,
-    relay_s: float,
-    places: Mapping[str, int],
+    rounds: Sequence[PublishReport], primaries: Sequence[Sequence[int]], outcome: _Outcome, relay_s: float
 ) -> PublishReport:
     """What was written and what was read, as one report."""
     report = rounds[0] if len(rounds) == 1 else joined(rounds, primaries)
-    replicas = list(report.replicas)
-    for name, read in total.reads.items():
-        replicas[places[name]] = ReplicaReport(replicas[places[name]].endpoint, True, pause_s=read.pause_s)
-    for name, why in total.failed.items():
-        replicas[places[name]] = ReplicaReport(replicas[places[name]].endpoint, False, why)
-        logger.error("version %d: %s did not get it: %s", report.version, name, why)
+    replicas, pauses_s = list(report.replicas), [report.pause_s]
+    for one, (_, pause_s) in outcome.reads.items():
+        replicas[one.place] = ReplicaReport(replicas[one.place].endpoint, True, pause_s=pause_s)
+        pauses_s.append(pause_s)
+    for one, why in outcome.failed.items():
+        replicas[one.place] = ReplicaReport(replicas[one.place].endpoint, False, why)
+        logger.error("version %d: %s did not get it: %s", report.version, one.name, why)
     return replace(
         report,
         replicas=tuple(replicas),
-        pause_s=max([report.pause_s, *(read.pause_s for read in total.reads.values())]),
+        pause_s=max(pauses_s),
         total_s=report.total_s + relay_s,
-        num_relayed=len(total.reads.keys() - total.failed.keys()),
+        num_relayed=len(outcome.reads.keys() - outcome.failed.keys()),
         relay_s=relay_s,
-        relay_bytes=sum(read.pulled.num_bytes for read in total.reads.values()),
+        relay_bytes=sum(pulled.num_bytes for pulled, _ in outcome.reads.values()),
     )

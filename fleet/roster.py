@@ -37,7 +37,7 @@ class Roster:
         self.num_publishes = 0
         """Publishes that began."""
         self.awaits_room = False
-        """Machines may come on which workers are started (following.py): without a worker the run waits for them."""
+        """Machines may come on which workers are started (scaling.py): without a worker the run waits."""
         self.changed = asyncio.Condition()
         self._write = note
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,12 +76,8 @@ class Roster:
         return f"{num_there} of {counted(self.num_wanted, 'rollout worker')} serve"
 
     async def least_loaded(self) -> Replica:
-        """Wait until a replica serves, and return the one with the fewest groups in flight, the
-        first of equal ones.
-
-        Raises:
-            NoReplicasLeft: every replica is out.
-        """
+        """Wait until a replica serves, and return the one with the fewest groups in flight, the first of equal ones.
+        Raises NoReplicasLeft if every replica is out."""
         async with self.changed:
             # No deadline: a publish, a restart and a recovery have theirs, and every other state ends with one of them.
             await self.changed.wait_for(lambda: self.num_serving > 0 or self.is_hopeless)

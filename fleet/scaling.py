@@ -4,12 +4,13 @@ a notice to its machine, machines that come and leave.
     any state --told to go--> leaving --others have its requests, its process has ended--> gone --asked for--> starting
 
 Owns: how many workers are wanted, which ones leave, the steps in which one leaves, and on which machine a worker starts
-that no command asked for. Does not own: when machines are looked at (following.py), how a new worker is started and
-filled (starts.py treats it like one that failed, under a name and in a place of its own; the trainer meets it at the
-next publish), nor who finishes the responses of one that leaves (router.py). With a range MIN..MAX, a run wants as many
-workers as machines have room for, but no more than were asked for last.
-Invariant: a worker that leaves takes no further request and no further publish. It returns every response under way as
-it stands. The last worker is started again: without it nobody would sample.
+that no command asked for. With a range (rollout.num_workers=MIN..MAX), a run wants as many as machines have room for,
+but no more than were asked for last, and looks for room every FOLLOW_EVERY_S. Does not own: how a new worker is started
+and filled (starts.py treats it like one that failed, under a name and in a place of its own), who finishes the
+responses of one that leaves (router.py), nor what machines there are (`look` is handed in).
+Invariants: a worker that leaves takes no further request and no further publish. It returns every response under way as
+it stands. The last worker is started again: without it nobody would sample. One that failed too often stays out, and
+none takes its place: it would fail as well, on and on.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from slipstream.rollout.worker_verbs import NOTICE
 
 logger = logging.getLogger(__name__)
 IDLE_POLL_S = 0.02
+FOLLOW_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +95,15 @@ class Scaling:
         """Have so many workers. Missing ones are started, beginning with those that ended; those with the highest
         places go, beginning with those that do not serve yet.
 
-        Returns:
-            What will happen, for people.
-
-        Raises:
-            SlipstreamError: It cannot be; nothing was done.
+        Returns what will happen, for people. Raises SlipstreamError if it cannot be; nothing was done then.
         """
         roster = self._roster
         if num_workers < 1:
             raise FleetRefusal(
                 f"rollout={num_workers}: a run needs at least one rollout worker; slipstream stop ends it"
             )
-        if self._bounds is not None and not self._bounds[0] <= num_workers <= self._bounds[1]:
-            least, most = self._bounds
+        least, most = self._bounds or (1, num_workers)
+        if not least <= num_workers <= most:
             raise FleetRefusal(f"rollout={num_workers}: this run has {least} to {most} workers (rollout.num_workers)")
         wanted = [one for one in roster.replicas.values() if one.is_wanted]
         lines: list[str] = []
@@ -122,11 +120,8 @@ class Scaling:
         return lines or [f"the run has {counted(num_workers, 'rollout worker')} already"]
 
     async def drain(self, name: str) -> str:
-        """Let a worker go, of which one fewer is wanted from here on. Returns what will happen, for people.
-
-        Raises:
-            FleetRefusal: It has gone, or is the last one.
-        """
+        """Let a worker go, of which one fewer is wanted from here on. Returns what will happen, for people. Raises
+        FleetRefusal if it has gone, or is the last one."""
         roster = self._roster
         replica = roster.replicas[name]
         if replica.state in (ReplicaState.leaving, ReplicaState.gone):
@@ -155,12 +150,30 @@ class Scaling:
                 self._taken.add(worker.node)
             await self._let_go(replica, f"it was told to go by {who}", is_lost=is_taken)
 
-    async def follow_once(self) -> None:
-        """Let workers go whose machine has left before they served, and start missing ones where there is room.
+    async def follow(self, *, patience_s: float, every_s: float = FOLLOW_EVERY_S) -> None:
+        """Have as many workers as was asked for and machines have room for, until cancelled.
 
-        Raises:
-            SlipstreamError: What looked like room was none.
+        Args:
+            patience_s: how long a run without a worker waits for room. It ends then, as if all had failed.
         """
+        roster, served_at, said = self._roster, time.monotonic(), ""
+        while True:
+            if any(one.is_wanted for one in roster.replicas.values()):
+                served_at = time.monotonic()
+            async with roster.changed:
+                # Two looks tell whether those that are out failed, or their machines left.
+                limit_s = patience_s if roster.count(ReplicaState.gone, ReplicaState.leaving) else 3 * every_s
+                roster.awaits_room = time.monotonic() - served_at < limit_s
+                roster.changed.notify_all()
+            refusal = await outcome_when_done(self.follow_once())  # Ray's: another run may have taken the room
+            if refusal is not None and str(refusal) != said:
+                logger.warning("no further rollout worker for now: %s", refusal)
+            said = "" if refusal is None else str(refusal)
+            await asyncio.sleep(every_s)
+
+    async def follow_once(self) -> None:
+        """Let workers go whose machine has left before they served, and start missing ones where there is room. Raises
+        SlipstreamError where what looked like room was none."""
         assert self._look is not None, "this run does not look at machines"
         room = await self._look()
         replicas = self._roster.replicas
@@ -232,12 +245,8 @@ class Scaling:
         replicas = self._roster.replicas
         for replica in chosen:
             replicas[replica.name] = replica
-            replica.state, replica.reason, replica.failed_at = (
-                ReplicaState.starting,
-                "it was asked for",
-                time.monotonic(),
-            )
-            replica.is_further = True
+            replica.state, replica.reason, replica.is_further = ReplicaState.starting, "it was asked for", True
+            replica.failed_at = time.monotonic()
             self._roster.note(replica, FleetEvent.joining)
             self._starts.start(replica, is_asked_for=True)
         return [f"{replica.name} is being started" for replica in chosen]
@@ -261,7 +270,8 @@ class Scaling:
         is_last = not is_lost and not others_serve
         if not is_last:
             await self._starts.close_links_to(replica)
-            await self._ended(replica)
+            if (failure := await outcome_when_done(self._end(replica.name))) is not None:
+                logger.warning("%s did not end as it should: %s", replica.process, failure)
         async with roster.changed:
             replica.state = ReplicaState.starting if is_last else ReplicaState.gone
             roster.changed.notify_all()
@@ -286,8 +296,3 @@ class Scaling:
             return
         took_s = time.monotonic() - replica.failed_at
         logger.info("%s handed %d groups over in %.2f s", replica.process, num_groups, took_s)
-
-    async def _ended(self, replica: Replica) -> None:
-        failure = await outcome_when_done(self._end(replica.name))
-        if failure is not None:
-            logger.warning("%s did not end as it should: %s", replica.process, failure)

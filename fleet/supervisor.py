@@ -25,7 +25,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from slipstream.conf.plural import counted
 from slipstream.fleet.fleet_log import FleetEvent, FleetRow
-from slipstream.fleet.following import follow
 from slipstream.fleet.replicas import Held, Replica, ReplicaState, RolloutHandle, cause_of
 from slipstream.fleet.roster import Roster
 from slipstream.fleet.scaling import MakeRoom, Room, Scaling
@@ -84,17 +83,13 @@ class Supervisor:
                 self._begin(replica)
 
     async def find_again(self, known: Collection[str]) -> None:
-        """Look at workers that another controller left.
-
-        Args:
-            known: endpoints that the trainer has met.
-        """
+        """Look at workers that another controller left; `known`: endpoints that the trainer has met."""
         found = [one for one in self.roster.replicas.values() if one.handle is not None]
         await asyncio.gather(*(self.starts.find_again(one, one.worker.endpoint in known) for one in found))
 
     def follow(self, *, patience_s: float) -> None:
-        """From now on workers come and go with machines (following.py)."""
-        self.roster.spawn(follow(self.roster, self.scaling, patience_s=patience_s))
+        """From now on workers come and go with machines (scaling.py)."""
+        self.roster.spawn(self.scaling.follow(patience_s=patience_s))
 
     async def close(self) -> None:
         """Give up restarts under way. Workers that fail from here on are being ended: nothing follows."""
@@ -125,10 +120,8 @@ class Supervisor:
         )
 
     async def settle(self, outcomes: Sequence[ReplicaReport]) -> None:
-        """End a publish: a replica that committed serves, one that failed is restarted, or out.
-
-        When no replica is left, the next request says so: the step that was published is complete all the same.
-        """
+        """End a publish: a replica that committed serves, one that failed is restarted, or out. When no replica is
+        left, the next request says so: the step that was published is complete all the same."""
         for replica in list(self.roster.replicas.values()):
             was_held, replica.is_held = replica.is_held, False
             if not was_held or replica.state not in (ReplicaState.updating, ReplicaState.serving):
@@ -153,8 +146,8 @@ class Supervisor:
         """Take a replica out of the router; its groups in flight are sampled elsewhere. Restart it if it may be.
 
         Args:
-            reason: Why, for people.
-            told_by_others: The trainer, which may know no more than that a link broke: the worker is asked how it died.
+            told_by_others: by the trainer, which may know no more than that a link broke: the worker is asked how it
+                died.
         """
         if self._has_left(replica):
             return
@@ -179,10 +172,7 @@ class Supervisor:
 
     async def restart_now(self, name: str) -> str:
         """Restart a worker because a user asks for it, whatever its state is and however often it was restarted.
-
-        Returns:
-            What will happen, for people.
-        """
+        Returns what will happen, for people."""
         replica = self.roster.replicas[name]
         if replica.state is ReplicaState.starting:
             return f"{replica.process} is being restarted already"

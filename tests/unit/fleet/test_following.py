@@ -10,9 +10,8 @@ from fakes.clock import on_jumping_clock
 from fakes.fleet import FakeFleet, until
 from fakes.workers import FakeWorker
 
-from slipstream.fleet import following as following_module
+from slipstream.fleet import scaling as scaling_module
 from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft
-from slipstream.fleet.following import follow
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.scaling import Room
 from slipstream.rollout.worker_verbs import NOTICE
@@ -55,8 +54,7 @@ class Machines(FakeFleet):
         return self.replica(place).worker.node
 
     def follow(self, patience_s: float = 60) -> asyncio.Task[None]:
-        roster, scaling = self.supervisor.roster, self.supervisor.scaling
-        return asyncio.create_task(follow(roster, scaling, patience_s=patience_s, every_s=0.001))
+        return asyncio.create_task(self.supervisor.scaling.follow(patience_s=patience_s, every_s=0.001))
 
 
 async def test_a_machine_that_comes_gets_a_worker_and_one_that_leaves_takes_it() -> None:
@@ -208,7 +206,7 @@ async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_thos
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(following_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(scaling_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     machines = Machines({"m0": 0, "m1": 0}, (1, 2), 1)
     roster, num_looks = machines.supervisor.roster, 0
 
@@ -242,7 +240,7 @@ async def test_a_supervisor_follows_with_the_patience_that_it_was_given_until_it
     monkeypatch: pytest.MonkeyPatch, patience_s: float
 ) -> None:
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(following_module, "time", SimpleNamespace(monotonic=loop.time))
+    monkeypatch.setattr(scaling_module, "time", SimpleNamespace(monotonic=loop.time))
     machines = await Machines({"m0": 0}, (1, 2), 1).published()
     machines.supervisor.follow(patience_s=patience_s)
     await asyncio.sleep(0)

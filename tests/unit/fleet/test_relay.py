@@ -223,7 +223,7 @@ async def test_nobody_who_left_meanwhile_is_chosen() -> None:
     held = await cast.supervisor.hold()
     assert held.exclude == []
     await cast.fail(0, "a group on it failed")
-    assert by_node(cast.supervisor.roster.replicas.values()) == {"a": ["rollout-1", "rollout-2"]}
+    assert by_node(cast.supervisor.roster.replicas.values()) == {"a": [cast.replica(1), cast.replica(2)]}
 
 
 @on_jumping_clock
