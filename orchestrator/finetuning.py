@@ -10,7 +10,7 @@ from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.checkpoints.run_checkpoint import checkpoints_of, step_of
 from slipstream.orchestrator.control.run_state import note_started
 from slipstream.orchestrator.data.training_stream import held_out_items, training_stream
-from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES
+from slipstream.orchestrator.files.held_out import TAUGHT_FIGURES
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import RunLog
 from slipstream.orchestrator.inputs.model_folder import prepare_model

@@ -21,9 +21,8 @@ from slipstream.orchestrator.control.control_folder import alive, note_end
 from slipstream.orchestrator.control.run_state import note_start, note_started
 from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.errors import DiskFull
-from slipstream.orchestrator.files.claim import is_own
-from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.kept_code import keep_sources
+from slipstream.orchestrator.files.may_write import is_own, naming_a_full_disk
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
     changed_options,

@@ -19,10 +19,10 @@ from slipstream.orchestrator.checkpoints.manifest import flush
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.run_state import note_start
-from slipstream.orchestrator.figures.held_out import eval_names, in_words
-from slipstream.orchestrator.files.claim import check_own
 from slipstream.orchestrator.files.curves import PANELS, draw_curves
-from slipstream.orchestrator.files.loggers.logger import open_loggers
+from slipstream.orchestrator.files.held_out import eval_names, in_words
+from slipstream.orchestrator.files.loggers import open_loggers
+from slipstream.orchestrator.files.may_write import check_own
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from slipstream.orchestrator.files.row_files import last_rows, read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder

@@ -28,7 +28,7 @@ from slipstream.orchestrator.chaos.ways import LASTING, What, cut_off, send, slo
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.control.control_folder import ask, how_it_ended, is_alive
 from slipstream.orchestrator.control.run_state import start_of
-from slipstream.orchestrator.files.growing_file import GrowingFile, rows_by
+from slipstream.orchestrator.files.row_files import GrowingFile, rows_by
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.timeline import read_step
 

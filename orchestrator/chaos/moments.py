@@ -18,7 +18,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.files.growing_file import GrowingFile, figures
+from slipstream.orchestrator.files.row_files import GrowingFile, figures
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 LOOK_EVERY_S = 0.002

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState, lines_of, state_of
-from slipstream.orchestrator.files.claim import check_own, is_own
+from slipstream.orchestrator.files.may_write import check_own, is_own
 from slipstream.orchestrator.files.row_files import last_rows
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, resumed_folder
 from slipstream.orchestrator.socket_folder import DOOR, LET_GO

@@ -1,7 +1,7 @@
 """A run's folder in an object store: what of a run outlives its machines (run.checkpoint_dir).
 
     <run.checkpoint_dir>/NAME/
-      owner                               which process goes on with the run (files/claim.py)
+      owner                               which process goes on with the run (files/may_write.py)
       config.yaml, environment.json, ...  as in the run's own folder, as of the newest checkpoint
       step-000050/                        as in the run's own folder (run_checkpoint.py)
 
@@ -27,7 +27,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from slipstream.conf.failures import in_daemon_thread
 from slipstream.conf.json_files import JsonObject, object_or_empty
 from slipstream.orchestrator.errors import ObjectStoreError
-from slipstream.orchestrator.files.claim import THIS_PROCESS, check_word
+from slipstream.orchestrator.files.may_write import THIS_PROCESS, check_word
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")

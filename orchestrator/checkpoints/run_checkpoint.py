@@ -39,7 +39,7 @@ from slipstream.orchestrator.checkpoints.loop_state import RunState, lines_of, s
 from slipstream.orchestrator.checkpoints.manifest import FORMAT, fsync, read_json, verify, write_manifest
 from slipstream.orchestrator.checkpoints.object_store import MANIFEST, ObjectStore
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
-from slipstream.orchestrator.files.claim import check_own, is_own
+from slipstream.orchestrator.files.may_write import check_own, is_own
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten
 
 logger = logging.getLogger(__name__)

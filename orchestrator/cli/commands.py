@@ -21,7 +21,7 @@ from typing import NamedTuple
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.orchestrator.cli import flags as cli_flags, offline_commands, run_commands, start_commands, texts
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say, tell
-from slipstream.orchestrator.files.disk_space import NUMBERS as FULL
+from slipstream.orchestrator.files.may_write import NUMBERS as FULL
 from slipstream.orchestrator.signals import wound_down_by_signals
 from slipstream.orchestrator.socket_folder import for_engines_alone
 

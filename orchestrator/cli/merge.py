@@ -25,7 +25,7 @@ from slipstream.orchestrator.cli.exit import tell
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import DiskFull
-from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.may_write import naming_a_full_disk
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.outputs import check_can_write
 from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder

@@ -21,8 +21,8 @@ from slipstream.conf.schema import Device, Objective
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.control.run_state import dashboard_of, start_of, state_of
 from slipstream.orchestrator.environment import resolve_device
-from slipstream.orchestrator.figures.held_out import of_sets
 from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
+from slipstream.orchestrator.files.held_out import of_sets
 from slipstream.orchestrator.files.row_files import last_rows, read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder, parts_before, saved_options
 from slipstream.orchestrator.files.run_log import format_s

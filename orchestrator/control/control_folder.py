@@ -2,7 +2,7 @@
 
     runs/NAME/control/                   0700: only the run's owner may ask
     runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends; its
-                                         name is in it (files/claim.py)
+                                         name is in it (files/may_write.py)
     runs/NAME/control/ID.request.json    {"ask": "scale", "rollout": 3}, written by the command
     runs/NAME/control/ID.answer.json     {"done": true, "lines": [...]}, written by the controller
     runs/NAME/control/workers_asked      how many workers were asked for last, for a resume
@@ -37,7 +37,7 @@ from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.fleet_requests import carry_out
-from slipstream.orchestrator.files.claim import THIS_PROCESS, is_own
+from slipstream.orchestrator.files.may_write import THIS_PROCESS, is_own
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.rollout.crash_reports import COMMAND, death_in
 

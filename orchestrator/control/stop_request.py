@@ -24,7 +24,7 @@ from slipstream.orchestrator.checkpoints.journal import end_what_waits
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
 from slipstream.orchestrator.errors import RunTakenOver
-from slipstream.orchestrator.files.claim import check_own
+from slipstream.orchestrator.files.may_write import check_own
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 
 logger = logging.getLogger(__name__)

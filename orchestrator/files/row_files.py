@@ -4,10 +4,12 @@
     the same of figures by step         read_figures(path, names)
     the newest rows, whole              last_rows(path, most)    from the end
     rows of work that is redone         cut_rows(path, ...), end_of_rows(file, ...)      from the end
+    what has been added since           GrowingFile(path).news()   each whole line once
 
-Owns: reading and cutting. Does not own: what rows say, who writes them (telemetry.py). Invariant: a last line that a
+Owns: reading and cutting. Does not own: what rows say, who writes them (telemetry.py). Invariants: a last line that a
 crash cut short, and a line that is no row (a disk that lost power leaves zeros), count as not there; so do a row
-without a step where rows are of steps, and a figure that is no number (a hand has written it).
+without a step where rows are of steps, and a figure that is no number (a hand has written it). When a file that grows
+has become shorter or another one (a resumed run writes its files anew), all of its lines are given again.
 """
 
 import logging
@@ -17,6 +19,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypedDict, TypeVar
@@ -119,7 +122,7 @@ def _rows_backwards(file: BinaryIO, read: ReadRow) -> Iterator[tuple[int, JsonOb
 
 
 def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:
-    """Another file takes its place: whoever reads what is added (growing_file.py) sees that it is another one."""
+    """Another file takes its place: whoever reads what is added (GrowingFile) sees that it is another one."""
     partial = path.with_suffix(".partial")
     with partial.open("wb") as kept:
         file.seek(0)
@@ -163,3 +166,60 @@ def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
                 yield end, line
             end -= len(line)
         rest = block[:num_rest]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What has come since the last call."""
+
+    path: Path
+    is_another_file: bool
+    """Whether the lines given before are void."""
+    lines: list[tuple[int, bytes]]
+    """(offset, line)."""
+
+
+class GrowingFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity: tuple[int, int] | None = None
+        self._end = 0
+
+    def news(self) -> Lines:
+        """Whole lines since the last call; none of a file that is not there."""
+        try:
+            with self.path.open("rb") as file:
+                stat = self.path.stat()
+                identity = (stat.st_dev, stat.st_ino)
+                is_another = self._identity is not None and (identity != self._identity or stat.st_size < self._end)
+                self._identity = identity
+                if is_another:
+                    self._end = 0
+                file.seek(self._end)
+                lines: list[tuple[int, bytes]] = []
+                for line in file:
+                    if line.endswith(b"\n"):
+                        lines.append((self._end, line))
+                        self._end += len(line)
+        except OSError:
+            was_there, self._identity, self._end = self._identity is not None, None, 0
+            return Lines(self.path, was_there, [])
+        return Lines(self.path, is_another, lines)
+
+
+def objects(lines: Lines, names: Collection[str] | None = None) -> Iterator[tuple[int, JsonObject]]:
+    """(offset, object, or what it has of these names) of each line that is a JSON object; others are left out."""
+    return rows_by(lines, reader_of(names))
+
+
+def rows_by(lines: Lines, read: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
+    """(offset, what `read` makes of it) of each line; those of which it makes None are left out, which the log says."""
+    found = [(offset, read(line)) for offset, line in lines.lines]
+    rows = [(offset, row) for offset, row in found if row is not None]
+    say_left_out(lines.path, len(found) - len(rows))
+    return iter(rows)
+
+
+def figures(lines: Lines, names: Collection[str] | None = None) -> Iterator[JsonObject]:
+    """The rows of steps among them, as row_files.figures_of() gives them."""
+    return (found for _, row in objects(lines, names) if (found := figures_of(row)) is not None)

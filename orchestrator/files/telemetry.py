@@ -20,11 +20,10 @@ from typing import TextIO
 
 import numpy as np
 
-from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, in_words
-from slipstream.orchestrator.files.claim import check_own
-from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.goodput import goodput_of
-from slipstream.orchestrator.files.loggers.logger import Logger
+from slipstream.orchestrator.files.held_out import EvalNames, Evaluation, in_words
+from slipstream.orchestrator.files.loggers import Logger
+from slipstream.orchestrator.files.may_write import check_own, naming_a_full_disk
 from slipstream.orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
 from slipstream.orchestrator.files.row_files import cut_rows, last_rows
 from slipstream.orchestrator.files.run_folder import RunFolder

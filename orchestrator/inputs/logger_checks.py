@@ -1,7 +1,7 @@
 """Checks of run.loggers before anything starts: the packages are there, and W&B has a key.
 
 Owns: what a user can repair here. Does not own: values of single options (conf/schema/run.py), services that are
-away (orchestrator/files/loggers/background.py). Nothing is asked over the network.
+away (orchestrator/files/loggers.py). Nothing is asked over the network.
 """
 
 import importlib.util

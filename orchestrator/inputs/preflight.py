@@ -32,7 +32,7 @@ from slipstream.orchestrator.checkpoints.object_store import ENVIRONMENT, Object
 from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
-from slipstream.orchestrator.figures.held_out import choosing_metrics
+from slipstream.orchestrator.files.held_out import choosing_metrics
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary

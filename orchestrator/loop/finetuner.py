@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES, Evaluation, Figures
+from slipstream.orchestrator.files.held_out import TAUGHT_FIGURES, Evaluation, Figures
 from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.timeline import StepTimeline
 from slipstream.orchestrator.inputs.rows.conversations import Lesson

@@ -20,7 +20,7 @@ from dataclasses import replace
 from slipstream.conf.schema import RunConfig, SamplingConfig
 from slipstream.fleet.waiting import together, wait_for
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.figures.estimators import is_informative
+from slipstream.orchestrator.files.held_out import is_informative
 from slipstream.orchestrator.files.timeline import REWARDS
 from slipstream.orchestrator.loop.buffer import GroupBuffer, Ticket
 from slipstream.orchestrator.loop.ports import LoopServices

@@ -29,7 +29,7 @@ from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import step_of
 from slipstream.orchestrator.errors import CheckpointLost, OrchestratorError, TrainingStopped
-from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.may_write import naming_a_full_disk
 from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.timeline import StepTimeline

@@ -20,12 +20,10 @@ import numpy as np
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object, object_in
 from slipstream.orchestrator.control.run_state import state_of
-from slipstream.orchestrator.files.growing_file import GrowingFile, objects, rows_by
+from slipstream.orchestrator.files.row_files import GrowingFile, objects, rows_by
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, saved_options
 from slipstream.orchestrator.files.timeline import read_step
-from slipstream.orchestrator.view.fleet_table import FleetTable
-from slipstream.orchestrator.view.metrics_table import MetricsTable
-from slipstream.orchestrator.view.sample_detail import detail, preview
+from slipstream.orchestrator.view.sample_detail import TokenText, detail, preview
 from slipstream.orchestrator.view.sample_index import (
     ENTRY,
     FAILED,
@@ -37,7 +35,7 @@ from slipstream.orchestrator.view.sample_index import (
     extended,
 )
 from slipstream.orchestrator.view.step_timeline import concluded
-from slipstream.orchestrator.view.token_text import TokenText
+from slipstream.orchestrator.view.tables import FleetTable, MetricsTable
 
 LONGEST_PREVIEWED = 1 << 20
 """Bytes of a row that is read for a list; longer ones are read when they are opened."""

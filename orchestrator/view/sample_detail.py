@@ -3,15 +3,23 @@
     row of samples.jsonl --detail--> {figures, "segments": [{"given": text}, {"first": 0, "end": 31}, ...],
                                       "tokens": {"places": [...], "pieces": [...], "log_ratios": [...], ...}}
 
-Owns: how turns, tokens and what a row left out fit together; how much is sent at once. Does not own: the form of a row
-(files/samples.py). Pure, but for the tokenizer that it is given.
+Owns: how turns, tokens and what a row left out fit together; how much is sent at once; the text of each token, by the
+run's own tokenizer. Does not own: the form of a row (files/samples.py).
 Invariant: no answer has more than MOST_TOKENS tokens and MOST_CHARS characters of each text, however long a row is.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from slipstream.conf.failures import outcome_of
 from slipstream.conf.json_files import JsonObject, is_list
+from slipstream.rollout.errors import TokenizerError
+from slipstream.rollout.text.plain_text import TOKENIZER_FILE, load_tokenizer
 
 MOST_TOKENS = 4000
 MOST_CHARS = 20_000
@@ -119,3 +127,35 @@ def _text(row: JsonObject, name: str) -> str:
 def _list(row: JsonObject, name: str) -> list[Any]:
     value = row.get(name)
     return value if is_list(value) else []
+
+
+class TokenText:
+    """The text of each token of a response. A token that ends inside a character has an empty piece; the token that
+    completes it has the whole character. Without a tokenizer that can be read, a piece is the token's number.
+
+    Args:
+        folder: the run's model/ folder, with tokenizer.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer: Tokenizer | None = None
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        tokenizer = self._loaded()
+        if tokenizer is None:
+            return [f"[{token}]" for token in token_ids]
+        stream = DecodeStream(skip_special_tokens=False)
+        found: list[str] = []
+        for token in token_ids:
+            text = outcome_of(stream.step, tokenizer, token)
+            if isinstance(text, Exception):  # an id of another vocabulary
+                text, stream = f"[{token}]", DecodeStream(skip_special_tokens=False)
+            found.append(text or "")
+        return found
+
+    def _loaded(self) -> Tokenizer | None:
+        if self._tokenizer is None and (self._folder / TOKENIZER_FILE).is_file():
+            with contextlib.suppress(TokenizerError):  # numbers are shown instead
+                self._tokenizer = load_tokenizer(self._folder)
+        return self._tokenizer

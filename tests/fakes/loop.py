@@ -29,7 +29,7 @@ from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.data.streams import Stream
-from slipstream.orchestrator.figures.held_out import eval_names
+from slipstream.orchestrator.files.held_out import eval_names
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slipstream.conf.load import load_run_config
 from slipstream.fleet.fleet_log import FleetEvent, FleetLog, FleetRow
-from slipstream.orchestrator.figures.held_out import Evaluation
+from slipstream.orchestrator.files.held_out import Evaluation
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, Value
 from slipstream.orchestrator.files.run_folder import RunFolder, write_description
 from slipstream.orchestrator.files.run_log import ProgressLine

@@ -19,8 +19,8 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.control.control_folder import alive, answer_requests, note_end
 from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.errors import RunTakenOver
-from slipstream.orchestrator.files import claim
-from slipstream.orchestrator.files.claim import THIS_PROCESS
+from slipstream.orchestrator.files import may_write
+from slipstream.orchestrator.files.may_write import THIS_PROCESS
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 STATE = RunState(2, 2, {}, {}, BufferState())
@@ -73,9 +73,9 @@ def test_a_process_of_the_same_number_on_a_host_of_the_same_name_is_another_one(
     """As in two containers."""
     folder = RunFolder(tmp_path)
     with alive(tmp_path):
-        folder.alive.write_text(runpy.run_path(claim.__file__)["THIS_PROCESS"])
+        folder.alive.write_text(runpy.run_path(may_write.__file__)["THIS_PROCESS"])
         with pytest.raises(RunTakenOver):
-            claim.check_own(folder)
+            may_write.check_own(folder)
 
 
 async def test_it_is_told_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

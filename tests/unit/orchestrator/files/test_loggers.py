@@ -15,11 +15,8 @@ from rich.console import Console
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
-from slipstream.orchestrator.files.loggers import background
-from slipstream.orchestrator.files.loggers.background import InBackground
-from slipstream.orchestrator.files.loggers.logger import open_loggers
-from slipstream.orchestrator.files.loggers.run_start import RunStart
-from slipstream.orchestrator.files.loggers.wandb_runs import WandbRun
+from slipstream.orchestrator.files import loggers
+from slipstream.orchestrator.files.loggers import InBackground, RunStart, WandbRun, open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import METRICS
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
@@ -46,9 +43,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("WANDB_MODE", "offline")
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         for first_step, steps in ((0, range(3)), (1, range(2, 3))):
-            loggers = open_loggers(config, folder, after_step=first_step, meanings=METRICS)
+            opened = open_loggers(config, folder, after_step=first_step, meanings=METRICS)
             progress = ProgressLine(Console(file=StringIO()))
-            with Telemetry(folder, num_steps=3, first_step=first_step, progress=progress, loggers=loggers) as telemetry:
+            with Telemetry(folder, num_steps=3, first_step=first_step, progress=progress, loggers=opened) as telemetry:
                 for step in steps:
                     norm = float("nan") if step == 1 else 0.5 + step + first_step
                     optim = OptimStats(step, norm, 1e-3, step != 1)
@@ -140,7 +137,7 @@ def test_a_connection_is_given_up_before_the_end_of_a_run_gives_up_on_it(
     start = RunStart(name="a", group="a", options={})
     WandbRun("sums", start, tmp_path)
     (given,) = asked
-    assert given["settings"].init_timeout < background.CLOSE_TIMEOUT_S / 1.5
+    assert given["settings"].init_timeout < loggers.CLOSE_TIMEOUT_S / 1.5
     assert (given["entity"], given["project"]) == (None, "sums")
 
 
@@ -192,7 +189,7 @@ def test_rows_wait_for_a_service_that_comes_back(caplog: pytest.LogCaptureFixtur
 def test_a_service_that_stays_away_is_counted_and_does_not_hold_up_the_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MOST_ROWS", 2)
+    monkeypatch.setattr(loggers, "MOST_ROWS", 2)
     service = Flaky()
     logger = InBackground("It", lambda: service)
     for step in range(2):

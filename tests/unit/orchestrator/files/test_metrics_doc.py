@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from slipstream.fleet.fleet_log import FleetEvent
-from slipstream.orchestrator.figures.held_out import PASS_METRICS, SET_METRICS
+from slipstream.orchestrator.files.held_out import PASS_METRICS, SET_METRICS
 from slipstream.orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"

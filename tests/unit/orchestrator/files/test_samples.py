@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.orchestrator.figures.held_out import Evaluation
+from slipstream.orchestrator.files.held_out import Evaluation
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
 from slipstream.orchestrator.view.sample_index import ENTRY, FAILED, TRUNCATED, extended

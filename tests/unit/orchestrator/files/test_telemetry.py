@@ -14,9 +14,9 @@ from fakes.trainer import outcome, publish_report, stats
 from rich.console import Console
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, evaluate_groups
 from slipstream.orchestrator.files.curves import draw_curves
-from slipstream.orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
+from slipstream.orchestrator.files.held_out import EvalNames, Evaluation, evaluate_groups
+from slipstream.orchestrator.files.loggers import TensorBoardEvents
 from slipstream.orchestrator.files.metrics_catalogue import (
     JUDGE_METRICS,
     METRICS,

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.figures.estimators import is_informative
+from slipstream.orchestrator.files.held_out import is_informative
 from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages, teacher_term, whitened
 from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes

@@ -18,7 +18,7 @@ from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.data.streams import Shuffled
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.figures.held_out import EvalNames
+from slipstream.orchestrator.files.held_out import EvalNames
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from slipstream.fleet.errors import NoReplicasLeft, WaitTimeout
 from slipstream.orchestrator.errors import DiskFull, DiskLost, OrchestratorError, TrainingStopped
-from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.may_write import naming_a_full_disk
 from slipstream.orchestrator.files.run_log import RunLog
 
 

@@ -11,17 +11,15 @@ from hypothesis import given, strategies as st
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.cli.status import status_of
-from slipstream.orchestrator.files.growing_file import GrowingFile, objects
+from slipstream.orchestrator.files.row_files import GrowingFile, objects
 from slipstream.orchestrator.files.startup import read_starts
-from slipstream.orchestrator.view.command import run_view
-from slipstream.orchestrator.view.export import snapshot
-from slipstream.orchestrator.view.fleet_table import FleetTable
-from slipstream.orchestrator.view.metrics_table import MetricsTable
+from slipstream.orchestrator.view.command import run_view, snapshot
 from slipstream.orchestrator.view.run_reader import RunReader
 from slipstream.orchestrator.view.sample_detail import MOST_CHARS, MOST_TOKENS, detail
 from slipstream.orchestrator.view.sample_index import ENTRY, ORDERS, SampleQuery, chosen, parse_query
 from slipstream.orchestrator.view.server import answer
 from slipstream.orchestrator.view.step_timeline import concluded
+from slipstream.orchestrator.view.tables import FleetTable, MetricsTable
 
 
 def test_lines_are_given_once_whole_and_anew_when_the_file_is_another_one(tmp_path: Path) -> None:

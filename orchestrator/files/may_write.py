@@ -1,15 +1,55 @@
-"""A full disk, in words: which path could not be written, and how much is free there; and one that is gone.
+"""Why this process may not, or cannot, write into a run's folder: another one goes on with the run, or the disk is
+full or gone.
 
-Owns: how such an error is recognized and what it says. Does not own: what a run saves or removes then (loop/, run.py).
+Whose a run is says a word in control/alive, which whoever goes on with the run writes anew, as beside its checkpoints
+in an object store (checkpoints/object_store.py). The lock of that file keeps a second process out as long as the file
+system gives it to one. A file system that several machines mount takes it from one that is out of reach, and in a copy
+of the folder it is another one. A process that comes back then must not write: it asks before each row, checkpoint and
+journal whether the run is its own still.
+
+Owns: the word, that question, how the error of a disk is recognized and what it says. Does not own: the lock
+(control/control_folder.py), what a run saves or removes then (loop/, run.py). Invariant: a folder that cannot be read,
+or has no word, is nobody else's.
 """
 
 import errno
 import os
+import secrets
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slipstream.orchestrator.errors import DiskFull, DiskLost
+from slipstream.orchestrator.errors import DiskFull, DiskLost, RunTakenOver
+from slipstream.orchestrator.files.run_folder import RunFolder
+
+THIS_PROCESS = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
+
+
+def is_own(folder: RunFolder) -> bool:
+    """Whether nobody else goes on with the run."""
+    try:
+        check_own(folder)
+    except RunTakenOver:
+        return False
+    return True
+
+
+def check_own(folder: RunFolder) -> None:
+    """Raises RunTakenOver if somebody else goes on with the run."""
+    try:
+        check_word(folder.alive.read_text(), str(folder.root))
+    except OSError:  # it was moved, or is out of reach
+        return
+
+
+def check_word(word: str, where: str) -> None:
+    """Raises RunTakenOver if it is another process's."""
+    if word not in ("", THIS_PROCESS):
+        raise RunTakenOver(
+            f"{word} goes on with the run in {where}: this process was given up, and writes nothing there any more"
+        )
+
 
 NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, an exhausted quota and a file size limit set errno to."""

@@ -1,14 +1,17 @@
-"""What became of each rollout worker, from fleet.jsonl, and the version that it serves, from timeline.jsonl. Pure.
+"""metrics.jsonl as columns; fleet.jsonl as what became of each rollout worker, with the versions of timeline.jsonl.
 
-Owns: states, stretches of time in them, tokens per second, versions. Does not own: events (fleet/fleet_log.py).
+Owns: columns; states, stretches of time in them, tokens per second, versions. Does not own: names of metrics
+(files/metrics_catalogue.py), events of workers (fleet/fleet_log.py).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.files.row_files import GrowingFile, figures
 
 MOST_POINTS = 400
 MOST_EVENTS = 200
@@ -118,3 +121,59 @@ def _thinned(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
     """At most MOST_POINTS of the points, at even distances, with the last one."""
     every = -(-len(points) // MOST_POINTS) or 1
     return points[(len(points) - 1) % every :: every] if points else []
+
+
+Number = float | int | None
+
+
+class MetricsTable:
+    """Columns of one run: metric -> a number per row, None where it has none."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
+        self.steps: list[int] = []
+        self._columns: dict[str, list[Number]] = {}
+        self.generation = 0
+        """Rises when earlier rows are void, because the run was resumed from an earlier step."""
+
+    def refresh(self) -> None:
+        """Read what was written since."""
+        news = self._file.news()
+        if news.is_another_file:
+            self.steps, self._columns = [], {}
+            self.generation += 1
+        for row in figures(news):
+            self._append(row)
+
+    def _append(self, row: JsonObject) -> None:
+        self.steps.append(row["step"])
+        for name, value in row.items():
+            if value is None or name == "step":
+                continue
+            column = self._columns.setdefault(name, [])
+            column.extend([None] * (len(self.steps) - 1 - len(column)))
+            column.append(value)
+
+    @property
+    def names(self) -> list[str]:
+        """Metrics that have a number in some row, in the order in which they came."""
+        return list(self._columns)
+
+    @property
+    def last(self) -> dict[str, Number]:
+        """The newest number of each metric."""
+        return {name: column[-1] for name, column in self._columns.items() if column}
+
+    def columns(self, names: list[str] | None = None, after_row: int = 0) -> JsonObject:
+        """Rows from number `after_row` on, of these metrics; None: of all."""
+        chosen = self.names if names is None else [name for name in names if name in self._columns]
+        rows = range(after_row, len(self.steps))
+        padded = {name: self._columns[name] for name in chosen}
+        return {
+            "generation": self.generation,
+            "from_row": after_row,
+            "steps": self.steps[after_row:],
+            "columns": {
+                name: [column[row] if row < len(column) else None for row in rows] for name, column in padded.items()
+            },
+        }

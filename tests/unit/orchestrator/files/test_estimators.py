@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.orchestrator.figures.estimators import estimate, majority_vote, pass_at_k
+from slipstream.orchestrator.files.held_out import estimate, majority_vote, pass_at_k
 
 
 @pytest.mark.parametrize("num_samples", range(1, 9))
