@@ -9,8 +9,7 @@ from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.proof import prove_coverage
-from slipstream.weight_sync.plan.tasks import Piece, Task
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.plan.transfer_plan import Piece, Task, TransferPlan
 
 
 def is_refused(prove, plan: TransferPlan, replicas, sources) -> str:

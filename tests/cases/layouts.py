@@ -23,7 +23,7 @@ from slipstream.weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
-from slipstream.weight_sync.plan.tasks import Task
+from slipstream.weight_sync.plan.transfer_plan import Task
 
 UNWRITTEN = -1
 

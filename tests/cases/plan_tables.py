@@ -8,7 +8,7 @@ import numpy as np
 from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.pipeline.sums import Sums
 from slipstream.weight_sync.plan.columns import axes_code, padded
-from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
+from slipstream.weight_sync.plan.transfer_plan import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
 
 
 def table_of(source_rank: int, tasks: Sequence[Task] | TaskTable) -> TaskTable:

@@ -4,8 +4,7 @@ from hypothesis import HealthCheck, settings
 
 from cases.layouts import engine_rank, shard_rows, tiny_checkpoint
 from slipstream.weight_sync.layout import SourceLayout, SourceShard
-from slipstream.weight_sync.plan.tasks import Task
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.plan.transfer_plan import Task, TransferPlan
 
 PROPERTY = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

@@ -37,7 +37,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "conf/failures.py": ("conf/test_failures.py",),
     "weight_sync/plan/plan.py": ("weight_sync/plan",),
     "weight_sync/plan/proof.py": ("weight_sync/plan",),
-    "weight_sync/plan/proof_rows.py": ("weight_sync/plan",),
     "weight_sync/plan/schedule.py": ("weight_sync/plan",),
     "weight_sync/pipeline/pipeline.py": (
         "weight_sync/pipeline/test_pipeline.py",

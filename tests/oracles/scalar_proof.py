@@ -21,8 +21,7 @@ from itertools import product
 
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, SourceLayout
-from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, mesh_group_of
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.plan.transfer_plan import MESH_GROUPS, Piece, Task, TransferPlan, mesh_group_of
 
 
 def prove_by_element(

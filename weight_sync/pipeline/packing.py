@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region
 from slipstream.weight_sync.plan.budget import Staging, aligned
-from slipstream.weight_sync.plan.tasks import Task
+from slipstream.weight_sync.plan.transfer_plan import Task
 from slipstream.weight_sync.source import WeightSource
 
 FillSlot = Callable[[], None]

@@ -55,7 +55,7 @@ from slipstream.weight_sync.pipeline.sums import Places, Sums
 from slipstream.weight_sync.pipeline.trace import Tracer
 from slipstream.weight_sync.plan.budget import NUM_SLOTS, Staging, reserved_bytes
 from slipstream.weight_sync.plan.columns import Flags
-from slipstream.weight_sync.plan.tasks import Task
+from slipstream.weight_sync.plan.transfer_plan import Task
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.base import Transport
 

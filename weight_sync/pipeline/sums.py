@@ -18,7 +18,7 @@ import numpy as np
 
 from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.plan.columns import Ints
-from slipstream.weight_sync.plan.tasks import Task
+from slipstream.weight_sync.plan.transfer_plan import Task
 
 
 class Places:

@@ -38,7 +38,7 @@ from slipstream.weight_sync.plan.columns import (
     widened,
 )
 from slipstream.weight_sync.plan.holders import NOBODY, Holders, check_inside
-from slipstream.weight_sync.plan.tasks import PieceColumns
+from slipstream.weight_sync.plan.transfer_plan import PieceColumns
 
 MAX_RUNS = 65536
 """Most contiguous runs that one load may be cut into; more means a transposed layout and tiny writes."""

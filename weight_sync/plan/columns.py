@@ -1,8 +1,8 @@
 """Loads and tasks as columns of integers: a plan for a cluster has millions of each, far too many for objects.
 
 Owns: `LoadTable`, the columnar form of a layout's loads, and the few array operations that planner and proof share.
-Does not own: what a load means (layout.py), tasks (tasks.py). Invariant: a table is the sequence of the loads that its
-rows describe, in their order, and equals any other sequence of the same loads.
+Does not own: what a load means (layout.py), tasks (transfer_plan.py). Invariant: a table is the sequence of the loads
+that its rows describe, in their order, and equals any other sequence of the same loads.
 
     row i:  tensor, param   positions in `names`
             start, shape    the rectangle, one entry per dim of the tensor (0 and 1 in columns beyond its own dims)
@@ -77,7 +77,6 @@ class LoadTable(Columns, Sequence[Load]):
         numbers: dict[str, int] = {}
         tensor = [numbers.setdefault(load.tensor, len(numbers)) for load in loads]
         param = [numbers.setdefault(load.param, len(numbers)) for load in loads]
-        walks = [load.axes for load in loads]
         by_dim = [[load.stride[load.axes.index(dim)] for dim in range(len(load.axes))] for load in loads]
         return cls(
             tuple(numbers),
@@ -87,7 +86,7 @@ class LoadTable(Columns, Sequence[Load]):
             padded([load.region.shape for load in loads], 1),
             padded(by_dim, 0),
             np.array([load.offset for load in loads], np.int64),
-            np.array([axes_code(walk) for walk in walks], np.int64),
+            np.array([axes_code(load.axes) for load in loads], np.int64),
         )
 
     def params_in(self, numbers: Mapping[str, int]) -> Ints:

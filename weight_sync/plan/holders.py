@@ -16,7 +16,7 @@ import numpy as np
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import Region, SourceLayout, TensorMeta, first_difference
 from slipstream.weight_sync.plan.columns import Ints, LoadTable, as_list, changes, first_true, folded, padded, spread
-from slipstream.weight_sync.plan.tasks import layer_of, mesh_group_of
+from slipstream.weight_sync.plan.transfer_plan import layer_of, mesh_group_of
 
 NOBODY = -1
 """Number of the empty set of holders."""

@@ -1,9 +1,8 @@
 """The transfer plan: who sends which bytes to whom, in which order. Pure, deterministic, computed once, then replayed.
 
-Owns: how the parts of planning follow each other, the digest, the wire form. Does not own: cutting (holders.py,
-chunks.py), the choice of sources and the order (schedule.py), addresses (an engine's `Binding` joins them at run time),
-moving bytes (pipeline.py), what a layout is (layout.py), the proof that a plan is right (proof.py; `build_plan` runs
-it on every plan that it returns).
+Owns: how the parts of planning follow each other, and the digest of layouts. Does not own: the parts (below), addresses
+(an engine's `Binding` joins them at run time), moving bytes (pipeline.py), what a layout is (layout.py), the proof that
+a plan is right (proof.py; `build_plan` runs it on every plan that it returns).
 
     SourceLayout x ranks ---> holders.py: disjoint cells of each checkpoint tensor, and the ranks that hold each
                                                 |
@@ -13,14 +12,14 @@ it on every plan that it returns).
                                                 |   schedule.py: one source for each, the holder with the least bytes
                                               tasks, per source: dense before experts, layer order, destinations in turn
 
-A cluster's plan has millions of tasks; here they are rows of columns (tasks.py), and objects only where they are used.
-Equal ranks of several replicas are cut once and share their rows.
+A cluster's plan has millions of tasks; here they are rows of columns, and objects only where they are used. Equal ranks
+of several replicas are cut once and share their rows.
 
 Invariant: every byte of every parameter that is not derived and not a declared fill is written by exactly one task,
 and is the byte that the engine's own loader would have put there. No task is longer than `max_task_bytes`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,8 +31,7 @@ from slipstream.weight_sync.plan.columns import Ints, LoadTable, num_dims
 from slipstream.weight_sync.plan.holders import Holders, find_holders
 from slipstream.weight_sync.plan.proof import prove_coverage
 from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES, Alike, Needs, choose_sources, schedule_of
-from slipstream.weight_sync.plan.tasks import DTYPES, PieceColumns
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan, digest_of
+from slipstream.weight_sync.plan.transfer_plan import DTYPES, PieceColumns, TransferPlan, digest_of
 
 SHARES_PER_SOURCE = 64
 """A chunk with several holders is cut to 1/64 of a source's fair share: greedy choice then ends within 2 % of even."""
@@ -58,11 +56,10 @@ def build_plan(
         raise PlanError("there is no replica to plan for")
     holders = find_holders(sources)
     ranks = sorted(source.rank for source in sources)
-    destinations = _check_destinations(holders, replicas)
-    alike = _alike(destinations, holders)
-    expected: dict[Destination, dict[str, int]] = {}
-    for one in alike:
-        expected |= dict.fromkeys(((replica, one.dest_rank) for replica in one.replicas), one.layout.written_bytes())
+    alike = _alike(holders, replicas)
+    sizes = [one.layout.written_bytes() for one in alike]
+    found = {(replica, one.dest_rank): own for one, own in zip(alike, sizes) for replica in one.replicas}
+    expected = {dest: found[dest] for dest in ((n, layout.rank) for n, of in enumerate(replicas) for layout in of)}
     num_bytes = sum(sum(params.values()) for params in expected.values())
     needs = _cut(alike, holders, max_task_bytes, max(MIN_SHARED_BYTES, num_bytes // len(ranks) // SHARES_PER_SOURCE))
     schedule = schedule_of(needs, choose_sources(needs, holders, ranks), ranks, num_replicas=len(replicas))
@@ -70,7 +67,7 @@ def build_plan(
     plan = TransferPlan(
         max_task_bytes=max_task_bytes,
         tasks=schedule,
-        expected={where: expected[where] for where in destinations},
+        expected=expected,
         layouts_digest=_layouts_digest(holders, alike),
         rank_digests={rank: digest_of(table.to_wire()) for rank, table in schedule.items()},
     )
@@ -78,32 +75,22 @@ def build_plan(
     return plan
 
 
-def _check_destinations(holders: Holders, replicas: Sequence[Sequence[DestLayout]]) -> dict[Destination, DestLayout]:
-    """Check every destination layout and key it by (replica, rank)."""
-    destinations: dict[Destination, DestLayout] = {}
-    checked: set[int] = set()
+def _alike(holders: Holders, replicas: Sequence[Sequence[DestLayout]]) -> list[Alike]:
+    """Check every layout, and group the engine ranks by rank and layout; layouts are equal when their digests are."""
+    digests: dict[int, str] = {}
+    seen: set[Destination] = set()
+    groups: dict[tuple[int, str], list[tuple[int, DestLayout]]] = {}
     for replica, layouts in enumerate(replicas):
         if not layouts:
             raise PlanError(f"replica {replica} has no engine rank")
         for layout in layouts:
-            where = (replica, layout.rank)
-            if where in destinations:
+            if (replica, layout.rank) in seen:
                 raise PlanError(f"replica {replica}: two layouts claim rank {layout.rank}")
-            destinations[where] = layout
-            if id(layout) not in checked:
+            seen.add((replica, layout.rank))
+            if id(layout) not in digests:
                 check_layout(layout, holders, f"replica {replica} rank {layout.rank}")
-                checked.add(id(layout))
-    return destinations
-
-
-def _alike(destinations: Mapping[Destination, DestLayout], holders: Holders) -> list[Alike]:
-    """Group the engine ranks by rank and layout; layouts are equal when their digests are."""
-    digests: dict[int, str] = {}
-    groups: dict[tuple[int, str], list[tuple[int, DestLayout]]] = {}
-    for (replica, rank), layout in destinations.items():
-        if id(layout) not in digests:
-            digests[id(layout)] = _layout_digest(layout, holders)
-        groups.setdefault((rank, digests[id(layout)]), []).append((replica, layout))
+                digests[id(layout)] = _layout_digest(layout, holders)
+            groups.setdefault((layout.rank, digests[id(layout)]), []).append((replica, layout))
     return [
         Alike(rank, members[0][1], digest, tuple(replica for replica, _ in members))
         for (rank, digest), members in groups.items()

@@ -14,14 +14,18 @@ The argument, per engine rank:
 A proof for one replica is a proof for every other one that has the same layout and gets the same rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
 
 from slipstream.weight_sync.errors import PlanError
-from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
+from slipstream.weight_sync.layout import DTYPE_BYTES, Destination, DestLayout, Param, PostLoad, SourceLayout
 from slipstream.weight_sync.plan.columns import (
+    Columns,
     Flags,
     Ints,
     LoadTable,
@@ -33,12 +37,19 @@ from slipstream.weight_sync.plan.columns import (
     num_dims,
     padded,
     spread,
+    starts_of,
     walk_orders,
     widened,
 )
-from slipstream.weight_sync.plan.proof_rows import Numbering, Rows
-from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, TaskTable
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.plan.transfer_plan import (
+    DTYPES,
+    MESH_GROUPS,
+    PieceColumns,
+    Task,
+    TaskTable,
+    TransferPlan,
+    mesh_group_of,
+)
 
 
 def prove_coverage(
@@ -50,18 +61,14 @@ def prove_coverage(
         PlanError: at the first error; names the replica, rank, parameter, offset and tensor.
     """
     wanted = {(replica, layout.rank): layout for replica, layouts in enumerate(replicas) for layout in layouts}
-    tables = list(plan.tasks.values())
-    for table in tables:
-        num_sets = len(table.replica_sets)
-        for pair in as_list(np.unique(table.dest_rank * num_sets + table.replicas)):
-            for replica in table.replica_sets[pair % num_sets]:
-                if (replica, pair // num_sets) not in wanted:
-                    raise PlanError(
-                        f"a task of source rank {table.source_rank} goes to replica {replica} rank "
-                        f"{pair // num_sets}, unknown"
-                    )
-    numbering = Numbering({}, {}, {}, [])
-    all_rows = Rows.of(plan, len(replicas), numbering)
+    for table in plan.tasks.values():
+        for replica, rank in table.flows():
+            if (replica, rank) not in wanted:
+                raise PlanError(
+                    f"a task of source rank {table.source_rank} goes to replica {replica} rank {rank}, unknown"
+                )
+    tensors = _Numbers()
+    all_rows = _Rows.of(plan, len(replicas), tensors)
     for dest_rank in sorted({rank for _, rank in wanted}):
         rows = all_rows.going_to(dest_rank)
         alike: dict[int, list[int]] = {}
@@ -69,22 +76,132 @@ def prove_coverage(
             if rank == dest_rank:
                 alike.setdefault(id(wanted[replica, rank]), []).append(replica)
         for members in alike.values():
-            _Proof(plan, dest_rank, members, wanted[members[0], dest_rank], rows).run()
+            _Proof(plan, dest_rank, members, wanted[members[0], dest_rank], rows, tensors).run()
     for where, layout in wanted.items():
         _check_expected(plan, where, layout)
-    _prove_held(plan, sources, numbering)
+    _prove_held(plan, sources, tensors)
+
+
+class _Numbers:
+    """A number for every name, the same for all lists of names. Lists are known by their identity: each is read once,
+    and kept, so that its identity is not used again."""
+
+    def __init__(self) -> None:
+        self.of_name: dict[str, int] = {}
+        self._known: dict[int, tuple[Sequence[str], Ints]] = {}
+
+    def of(self, names: Sequence[str]) -> Ints:
+        if id(names) not in self._known:
+            found = [self.of_name.setdefault(name, len(self.of_name)) for name in names]
+            self._known[id(names)] = (names, np.array(found, np.int64))
+        return self._known[id(names)][1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows(Columns):
+    """The tasks of all sources as rows of one table; names numbered anew, the same for all."""
+
+    params: Sequence[str]
+    tensor_groups: Sequence[int]
+    """In which mesh group each tensor is sent."""
+    param: Ints
+    offset: Ints
+    num_bytes: Ints
+    dtype: Ints
+    group: Ints
+    source: Ints
+    dest_rank: Ints
+    gets: Flags
+    """(rows, replicas): whether the replica gets the row."""
+    num_pieces: Ints
+    pieces: PieceColumns
+    """Those of all rows, row after row."""
+
+    @classmethod
+    def of(cls, plan: TransferPlan, num_replicas: int, tensors: _Numbers) -> _Rows:
+        """Collect the rows once: a plan has hundreds of tables, and each goes to every engine rank."""
+        tables, params = list(plan.tasks.values()), _Numbers()
+        pieces = [table.pieces for table in tables]
+        width = max(one.start.shape[1] for one in pieces)
+        param = np.concatenate([params.of(table.params)[table.param] for table in tables])
+        tensor = np.concatenate([tensors.of(one.names)[one.tensor] for one in pieces])
+        return cls(
+            params=list(params.of_name),
+            tensor_groups=[mesh_group_of(name) for name in tensors.of_name],
+            param=param,
+            offset=np.concatenate([table.dest_offset_bytes for table in tables]),
+            num_bytes=np.concatenate([table.num_bytes for table in tables]),
+            dtype=np.concatenate([table.dtype for table in tables]),
+            group=np.concatenate([table.group for table in tables]),
+            source=np.repeat([table.source_rank for table in tables], [table.num_rows for table in tables]),
+            dest_rank=np.concatenate([table.dest_rank for table in tables]),
+            gets=np.concatenate([_receivers(table, num_replicas) for table in tables]),
+            num_pieces=np.concatenate([table.num_pieces for table in tables]),
+            pieces=PieceColumns(
+                list(tensors.of_name),
+                tensor,
+                start=np.concatenate([widened(one.start, width, 0) for one in pieces]),
+                shape=np.concatenate([widened(one.shape, width, 1) for one in pieces]),
+                axes=np.concatenate([one.axes for one in pieces]),
+                offset=np.concatenate([one.offset for one in pieces]),
+            ),
+        )
+
+    def going_to(self, dest_rank: int) -> _Rows:
+        """The rows of engine ranks of one number."""
+        own = np.flatnonzero(self.dest_rank == dest_rank)
+        row, within = spread(self.num_pieces[own])
+        return replace(self.take(own), pieces=self.pieces.take(starts_of(self.num_pieces)[own][row] + within))
+
+    def task(self, row: int) -> Task:
+        """A row as an object, for messages."""
+        return Task(
+            MESH_GROUPS[int(self.group[row])],
+            int(self.source[row]),
+            int(self.gets[row].argmax()),
+            -1,
+            self.params[int(self.param[row])],
+            int(self.offset[row]),
+            int(self.num_bytes[row]),
+            DTYPES[int(self.dtype[row])],
+            self.pieces.expanded(int(self.num_pieces[:row].sum()), int(self.num_pieces[row])),
+        )
+
+
+def _receivers(table: TaskTable, num_replicas: int) -> Flags:
+    """(rows, replicas): whether the replica gets the row.
+
+    Raises:
+        PlanError: a row names a replica twice.
+    """
+    times = np.zeros((len(table.replica_sets), num_replicas), np.int64)
+    for number, members in enumerate(table.replica_sets):
+        np.add.at(times[number], list(members), 1)
+    for row in first_true(times.max(axis=1, initial=0)[table.replicas] > 1):
+        raise PlanError(
+            f"source rank {table.source_rank}: {table.params[int(table.param[row])]}: written twice: a row names "
+            f"replicas {table.replica_sets[int(table.replicas[row])]}"
+        )
+    return (times > 0)[table.replicas]
 
 
 class _Proof:
     """The proof for the engine ranks of one number in replicas with one layout, over the rows that they get."""
 
     def __init__(
-        self, plan: TransferPlan, dest_rank: int, replicas: Sequence[int], layout: DestLayout, rows: Rows
+        self,
+        plan: TransferPlan,
+        dest_rank: int,
+        replicas: Sequence[int],
+        layout: DestLayout,
+        rows: _Rows,
+        tensors: _Numbers,
     ) -> None:
         self.plan, self.dest_rank, self.replicas, self.layout, self.rows = plan, dest_rank, replicas, layout, rows
+        self.tensors = tensors
         self.loads = LoadTable.of(layout.loads)
-        numbers = {param.name: number for number, param in enumerate(layout.params)}
-        known = np.array([numbers.get(name, -1) for name in rows.names.params], np.int64)
+        self.numbers = {param.name: number for number, param in enumerate(layout.params)}
+        known = np.array([self.numbers.get(name, -1) for name in rows.params], np.int64)
         own = np.flatnonzero(rows.gets[:, replicas].any(axis=1))
         param = known[rows.param[own]] if len(own) else own
         if (param < 0).any():
@@ -93,7 +210,7 @@ class _Proof:
             raise PlanError(f"{name}: tasks write parameters that it does not have: {', '.join(strange)}")
         order = np.lexsort((rows.offset[own], param))
         self.own, self.param = own[order], param[order]
-        self.load_param = self.loads.params_in(numbers)
+        self.load_param = self.loads.params_in(self.numbers)
         self.sizes = np.array([DTYPE_BYTES[one.dtype] for one in layout.params], np.int64)
         self.derived = np.array([one.post_load is PostLoad.derived for one in layout.params], np.bool_)
 
@@ -102,7 +219,6 @@ class _Proof:
         return self.name(next(replica for replica in self.replicas if self.rows.gets[row, replica]))
 
     def name(self, replica: int) -> str:
-        """An engine rank, for messages."""
         return f"replica {replica} rank {self.dest_rank}"
 
     def run(self) -> None:
@@ -120,10 +236,9 @@ class _Proof:
         """Step 1: loads and fills have as many elements as each parameter."""
         params, fills = self.layout.params, self.layout.fills
         elements = np.array([param.num_elements for param in params], np.int64)
-        numbers = {param.name: number for number, param in enumerate(params)}
         loaded, filled = np.zeros_like(elements), np.zeros_like(elements)
         np.add.at(loaded, self.load_param, folded(np.multiply, self.loads.shape))
-        np.add.at(filled, [numbers[fill.param] for fill in fills], [fill.num_elements for fill in fills])
+        np.add.at(filled, [self.numbers[fill.param] for fill in fills], [fill.num_elements for fill in fills])
         for index in first_true(~self.derived & (loaded + filled != elements)):
             tensors = {self.loads.names[i] for i in as_list(self.loads.tensor[self.load_param == index])}
             raise PlanError(
@@ -134,12 +249,10 @@ class _Proof:
     def check_tiling(self) -> None:
         """Step 1: in every replica, ranges tile the parameters."""
         params = self.layout.params
-        numbers = {param.name: number for number, param in enumerate(params)}
         # Put an empty range at the end of every parameter: then each range must begin where the one before it ended.
-        kept = as_list(np.flatnonzero(~self.derived))
-        fixed = [(numbers[f.param], f.offset, f.num_elements, False) for f in self.layout.fills]
+        fixed = [(self.numbers[f.param], f.offset, f.num_elements, False) for f in self.layout.fills]
+        fixed += [(number, param.num_elements, 0, True) for number, param in enumerate(params)]
         fixed = [one for one in fixed if not self.derived[one[0]]]
-        fixed += [(number, params[number].num_elements, 0, True) for number in kept]
         columns = np.array(fixed, np.int64).reshape(-1, 4).T
         size_of = self.sizes[columns[0]]
         param = np.concatenate([self.param, columns[0]])
@@ -206,12 +319,12 @@ class _Proof:
         pieces, row = rows.pieces.take(mine), row[mine]
         start, shape = pieces.start.astype(np.int64), pieces.shape.astype(np.int64)
         elements = folded(np.multiply, shape)
-        size = self.sizes[self.param][place[row]]
-        behind = np.cumsum(elements) - elements
-        first = np.append(True, np.diff(row) != 0)[: len(row)]
+        behind = starts_of(elements)
+        first = changes(row)
         packed = behind - np.maximum.accumulate(np.where(first, behind, 0))
         totals = np.bincount(row, elements, minlength=len(rows.num_bytes)).astype(np.int64)[self.own]
-        groups = self.rows.names.mesh_groups()
+        at = rows.offset[row] // self.sizes[self.param][place[row]] + packed
+        groups = np.array(rows.tensor_groups, np.int64)
 
         def fail(wrong: Flags, say: Callable[[int], str]) -> None:
             for index in first_true(wrong):
@@ -219,9 +332,6 @@ class _Proof:
 
         def tensor(index: int) -> str:
             return pieces.names[int(pieces.tensor[index])]
-
-        def group(index: int) -> str:
-            return MESH_GROUPS[int(rows.group[row[index]])]
 
         def block(index: int) -> str:
             axes = axes_of(int(pieces.axes[index]))
@@ -234,9 +344,8 @@ class _Proof:
         fail(pieces.offset != packed, lambda i: f"{tensor(i)} is packed at {pieces.offset[i]}, not at {packed[i]}")
         fail(
             groups[pieces.tensor] != rows.group[row] if len(row) else first,
-            lambda i: f"{tensor(i)} is sent in mesh group {group(i)}",
+            lambda i: f"{tensor(i)} is sent in mesh group {MESH_GROUPS[int(rows.group[row[i]])]}",
         )
-        at = rows.offset[row] // size + packed
         fail(~self.loaded_at(pieces, start, shape, place[row], at), block)
         wrong = totals * self.sizes[self.param] != rows.num_bytes[self.own]
         for index in first_true(wrong):
@@ -250,14 +359,13 @@ class _Proof:
         """Whether one of the loads of the piece's tensor into its parameter puts it at element `at`, packed."""
         loads, width = self.loads, max(start.shape[1], self.loads.start.shape[1])
         start, shape = widened(start, width, 0), widened(shape, width, 1)
-        names = self.rows.names
-        tensor, load_tensor = pieces.tensor, names.column(loads.names, names.tensors)[loads.tensor]
+        load_tensor = self.tensors.of(loads.names)[loads.tensor]
         # Sort loads by (parameter, tensor, lowest element). A load begins at its lowest element, so only loads up to
         # `at` are possible; nearly always it is the last of them.
-        span = len(names.tensors)
+        span = len(self.tensors.of_name)
         order = np.lexsort((loads.offset, load_tensor, self.load_param))
         pair = (self.load_param * span + load_tensor)[order]
-        wanted = self.param[place] * span + tensor
+        wanted = self.param[place] * span + pieces.tensor
         pairs, first = np.unique(pair, return_index=True)
         reach = max(int(loads.offset.max(initial=0)), int(at.max(initial=0))) + 1
         which = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
@@ -302,25 +410,26 @@ def _agree(start: Ints, shape: Ints, axes: Ints, at: Ints, loads: LoadTable, loa
     return agrees
 
 
-def _check_expected(plan: TransferPlan, where: tuple[int, int], layout: DestLayout) -> None:
+def _check_expected(plan: TransferPlan, where: Destination, layout: DestLayout) -> None:
     """The bytes that the plan expects per parameter are those that its layout needs."""
-    needed = {param.name: param.num_bytes for param in layout.params if param.post_load is not PostLoad.derived}
-    sizes = {param.name: DTYPE_BYTES[param.dtype] for param in layout.params}
+    kept = {param.name: param for param in layout.params if param.post_load is not PostLoad.derived}
+    needed = {name: param.num_bytes for name, param in kept.items()}
     for fill in layout.fills:
-        if fill.param in needed:
-            needed[fill.param] -= fill.num_elements * sizes[fill.param]
+        if fill.param in kept:
+            needed[fill.param] -= fill.num_elements * DTYPE_BYTES[kept[fill.param].dtype]
     if dict(plan.expected.get(where, {})) != needed:
         raise PlanError(
             f"replica {where[0]} rank {where[1]}: the expected bytes per parameter differ from what its layout needs"
         )
 
 
-def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout], names: Numbering) -> None:
+def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout], tensors: _Numbers) -> None:
     """Step 3: every source holds what it packs."""
-    held, numbers = {source.rank: source for source in sources}, names.tensors
+    held = {source.rank: source for source in sources}
     for rank, table in plan.tasks.items():
         pieces = table.pieces
         shards = held[rank].shards if rank in held else ()
+        numbers = tensors.of_name
         tensor = np.array([numbers.setdefault(shard.tensor, len(numbers)) for shard in shards], np.int64)
         order = np.argsort(tensor, kind="stable")
         low = padded([shard.region.start for shard in shards], 0)[order]
@@ -329,7 +438,7 @@ def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout], names: Numb
         low, high = widened(low, width, 0), widened(high, width, 1)
         start = widened(pieces.start.astype(np.int64), width, 0)
         stop = start + widened(pieces.shape.astype(np.int64), width, 1)
-        wanted = names.column(pieces.names, numbers)[pieces.tensor]
+        wanted = tensors.of(pieces.names)[pieces.tensor]
         candidate = np.searchsorted(tensor[order], wanted, side="left")
         last = np.searchsorted(tensor[order], wanted, side="right")
         todo = np.arange(len(wanted))
@@ -345,8 +454,7 @@ def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout], names: Numb
 def _raise_not_held(table: TaskTable, index: int) -> NoReturn:
     (piece,) = table.pieces.expanded(index, 1)
     row = int(np.searchsorted(np.cumsum(table.num_pieces), index, side="right"))
-    region: Region = piece.region
     raise PlanError(
-        f"source rank {table.source_rank} is to send {piece.tensor} start {list(region.start)} shape "
-        f"{list(region.shape)} to {table.params[int(table.param[row])]}, and does not hold it"
+        f"source rank {table.source_rank} is to send {piece.tensor} start {list(piece.region.start)} shape "
+        f"{list(piece.region.shape)} to {table.params[int(table.param[row])]}, and does not hold it"
     )

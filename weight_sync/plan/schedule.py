@@ -20,7 +20,7 @@ from slipstream.weight_sync.layout import DestLayout
 from slipstream.weight_sync.plan.chunks import Chunks
 from slipstream.weight_sync.plan.columns import Flags, Ints, as_list, changes, spread, starts_of
 from slipstream.weight_sync.plan.holders import Holders
-from slipstream.weight_sync.plan.tasks import TaskTable
+from slipstream.weight_sync.plan.transfer_plan import TaskTable
 
 MIN_SHARED_BYTES = 1 << 20
 """... but never finer than this: below it a write costs its latency, not its bytes. Smaller chunks of one engine rank

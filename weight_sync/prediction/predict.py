@@ -25,8 +25,7 @@ from itertools import pairwise
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging
-from slipstream.weight_sync.plan.tasks import TaskTable
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.plan.transfer_plan import TaskTable, TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, Port, ports
 
 PACK_PASSES = 5.0

@@ -22,8 +22,7 @@ from slipstream.weight_sync.layout import (
 )
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.proof import prove_coverage
-from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, Piece, Task
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.plan.transfer_plan import DTYPES, MESH_GROUPS, Piece, Task, TransferPlan
 
 FEW = settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 PIECE_KINDS = ("tensor", "start", "shape", "axes", "packed at")

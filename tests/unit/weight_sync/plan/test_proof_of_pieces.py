@@ -10,7 +10,7 @@ from oracles.scalar_proof import prove_by_element
 from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.proof import prove_coverage
-from slipstream.weight_sync.plan.tasks import Piece
+from slipstream.weight_sync.plan.transfer_plan import Piece
 
 
 def test_a_piece_that_reaches_beyond_its_load_is_refused() -> None:

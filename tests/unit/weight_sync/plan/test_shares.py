@@ -19,8 +19,7 @@ from slipstream.weight_sync.layout import (
 )
 from slipstream.weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
 from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES
-from slipstream.weight_sync.plan.tasks import MESH_GROUPS
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan, rank_tasks_from_wire
+from slipstream.weight_sync.plan.transfer_plan import MESH_GROUPS, TransferPlan, rank_tasks_from_wire
 
 
 @PROPERTY

@@ -16,8 +16,7 @@ from slipstream.weight_sync.pipeline import packing, pipeline
 from slipstream.weight_sync.plan import budget as staging
 from slipstream.weight_sync.plan.budget import Staging
 from slipstream.weight_sync.plan.plan import build_plan
-from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, TaskTable
-from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.plan.transfer_plan import MESH_GROUPS, Piece, Task, TaskTable, TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
 from slipstream.weight_sync.prediction.predict import Prediction, apply_passes, predict
 

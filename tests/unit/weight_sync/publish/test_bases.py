@@ -26,7 +26,7 @@ from slipstream.weight_sync.layout import (
 from slipstream.weight_sync.pipeline.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
 from slipstream.weight_sync.pipeline.packing import Packet
 from slipstream.weight_sync.pipeline.sums import Places, Sums
-from slipstream.weight_sync.plan.tasks import Task
+from slipstream.weight_sync.plan.transfer_plan import Task
 from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
 from slipstream.weight_sync.publish.costs import MIN_BYTES, Costs
 from slipstream.weight_sync.publish.rank0 import Rank0
