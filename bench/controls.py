@@ -52,10 +52,10 @@ class UnpublishedController(controller.Controller):
 
 
 if __name__ == "__main__":
-    from slipstream.orchestrator import reinforcement
+    from slipstream.orchestrator import training
     from slipstream.orchestrator.cli.main import main
 
     controller.GroupBuffer = AgelessBuffer
-    reinforcement.Controller = UnpublishedController
+    training.Controller = UnpublishedController
     # A worker that came back would get the trainer's version.
     sys.exit(main([*sys.argv[1:], "rollout.max_restarts=0"]))

@@ -1,9 +1,9 @@
 """One run from its first line to its last: its lock, its log, its description, its Ray, and how it is told to end.
 
-    run --lock, log--> beside its Ray --> reinforcement.py or finetuning.py --> RunResult
+    run --lock, log--> beside its Ray --> training.py --> RunResult
 
 Owns: the way in and out of a run, whatever it trains. Does not own: what is started, in which order
-(reinforcement.py, finetuning.py), where processes live (cluster/placement.py), the run folder's shape (run_folder).
+(training.py), where processes live (cluster/placement.py), the run folder's shape (run_folder).
 Invariant: a mistake in a file ends the run before any process exists, and on the way out no process of it is left.
 """
 
@@ -33,10 +33,8 @@ from slipstream.orchestrator.files.run_folder import (
 )
 from slipstream.orchestrator.files.run_log import RunLog
 from slipstream.orchestrator.files.startup import FIRST_PHASE, clock_of_this_process
-from slipstream.orchestrator.finetuning import finetune
-from slipstream.orchestrator.reinforcement import reinforce
-from slipstream.orchestrator.run_parts import Ray, RunResult
 from slipstream.orchestrator.signals import second_interrupt_ends_at_once
+from slipstream.orchestrator.training import Ray, RunResult, finetune, reinforce
 from slipstream.rollout.crash_reports import command_reports_crashes
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
     words --> ChaosOptions --check--> draw, event by event --> Harm.do --> RUN/chaos.jsonl, and a table
 
 Owns: what may be asked of which run, the draw, the series and the table. Does not own: processes (victims.py), moments
-(moments.py), ways to harm (ways.py, room.py), the blow and its cost (harm.py). Invariant: the draw depends on the seed,
+(moments.py), ways to harm (ways.py), the blow and its cost (harm.py). Invariant: the draw depends on the seed,
 on the options and on the names of the run's processes, and on nothing else.
 """
 
@@ -21,9 +21,8 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
 from slipstream.orchestrator.chaos.harm import ENDED, Blow, Event, Harm
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
-from slipstream.orchestrator.chaos.room import check_can_be_filled, is_there
 from slipstream.orchestrator.chaos.victims import OUTLIVED, ROOMS, Kind, Victim, victims_of
-from slipstream.orchestrator.chaos.ways import What, check_can_be_cut
+from slipstream.orchestrator.chaos.ways import What, check_can_be_cut, check_can_be_filled, is_there
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
 from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of

@@ -3,7 +3,7 @@
     RunWatch.wait --> the blow --> steps go on --> everybody is there again, and serves --> a row of chaos.jsonl
 
 Owns: when the blow falls and what lasts is undone, the wait after it, and the figures of a row. Does not own: how one
-is harmed (ways.py, room.py), who is and when (command.py), the table (command.py). Invariant: what lasts is undone in
+is harmed (ways.py), who is and when (command.py), the table (command.py). Invariant: what lasts is undone in
 any case, also where this command is interrupted.
 """
 
@@ -22,9 +22,8 @@ import psutil
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.whole_files import append_line
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
-from slipstream.orchestrator.chaos.room import filled, folder_of
 from slipstream.orchestrator.chaos.victims import ROOMS, Kind, Victim, victims_of
-from slipstream.orchestrator.chaos.ways import LASTING, What, cut_off, send, slowed, stopped
+from slipstream.orchestrator.chaos.ways import LASTING, What, cut_off, filled, folder_of, send, slowed, stopped
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.control.control_folder import ask, how_it_ended, is_alive
 from slipstream.orchestrator.control.run_state import start_of

@@ -4,7 +4,7 @@
     runs/NAME/control/journal.before    the one before, which counts until metrics.jsonl has the row of that step
 
 Owns: the file. Does not own: what processes are (cluster/placement.py: Living), nor what is done with them
-(reinforcement.py).
+(training.py).
 Invariant: a file is whole and of one instant, and is on the disk when `write_journal` returns. What is read is the
 state after the newest row of metrics, or after the one before.
 """

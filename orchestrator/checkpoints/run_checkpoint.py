@@ -12,10 +12,9 @@
 With run.checkpoint_dir complete ones are sent to an object store, and a resume fetches one that is newer there.
 
 Owns: the format above, atomicity, how many are kept, and the check of a checkpoint against a resumed run's options.
-Does not own: which options count (fingerprint.py), the manifest (manifest.py), the lines of a state (loop_state.py),
-what the trainer's files contain, how they are sent (checkpoint_uploads.py, object_store.py).
-Invariant: a folder named step-* was complete when it got its name, and the run's rows were on the disk; a
-crash at any time, also of the machine, leaves the previous one intact.
+Does not own: the manifest (manifest.py), the lines of a state (loop_state.py), what the trainer's files contain, how
+they are sent (object_store.py). Invariant: a folder named step-* was complete when it got its name, and the run's rows
+were on the disk; a crash at any time, also of the machine, leaves the previous one intact.
 """
 
 from __future__ import annotations
@@ -27,20 +26,19 @@ import logging
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, object_in
-from slipstream.conf.schema import RunConfig
-from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
+from slipstream.conf.schema import Order, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.loop_state import RunState, lines_of, state_of
 from slipstream.orchestrator.checkpoints.manifest import FORMAT, fsync, read_json, verify, write_manifest
-from slipstream.orchestrator.checkpoints.object_store import MANIFEST, ObjectStore
+from slipstream.orchestrator.checkpoints.object_store import MANIFEST, CheckpointUploads, ObjectStore
+from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
 from slipstream.orchestrator.files.may_write import check_own, is_own
-from slipstream.orchestrator.files.run_folder import RunFolder, flatten
+from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plain
 
 logger = logging.getLogger(__name__)
 
@@ -368,3 +366,37 @@ class CheckpointStore:
             if _FILES.intersection(differing):
                 cure += "; put a file or folder that has moved, or a link to it, where it was"
             raise CheckpointError(f"{path} belongs to a run with other options ({listed}); {cure}")
+
+
+def fingerprint(config: RunConfig) -> JsonObject:
+    """The options that a checkpoint's content depends on. Any other option may change between two parts of a run."""
+    trainer = config.trainer
+    algorithm = config.algorithm
+    return to_plain(
+        {
+            "model": asdict(config.model),
+            "mla_norm_eps": trainer.numerics.places.mla_norm_eps,
+            "trainer.num_ranks": trainer.num_ranks,
+            "trainer.ep_size": trainer.ep_size,
+            "trainer.mode": trainer.mode,
+            "trainer.lora": asdict(trainer.lora) if trainer.mode is TrainMode.lora else None,
+            "trainer.train_router": trainer.train_router,
+            "trainer.optim.state": trainer.optim.state,
+            "device": resolve_device(config.cluster.device),
+            "algorithm.objective": algorithm.objective,
+            "algorithm.sequences_per_step": algorithm.sequences_per_step,
+            "algorithm.group_size": algorithm.group_size,
+            "algorithm.groups_per_step": algorithm.groups_per_step,
+            "algorithm.distill_coef > 0": algorithm.distill_coef > 0,  # waiting groups have the teacher's word
+            "data.path": config.data.path,
+            "data.sources": list(config.data.sources),
+            "data.weights": list(config.data.weights),
+            "data.columns": dict(config.data.columns),
+            "data.chat_template_kwargs": dict(config.data.chat_template_kwargs),
+            "data.stream": config.data.stream,
+            "data.drop_too_long": config.data.drop_too_long,
+            "data.order=middling": config.data.order is Order.middling,
+            "run.seed": config.run.seed,
+            "parity.replay_routing": config.parity.replay_routing,
+        }
+    )

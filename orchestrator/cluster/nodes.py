@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slipstream.conf.errors import ConfigError
-from slipstream.orchestrator.cluster.processes import end_processes
+from slipstream.orchestrator.cluster.private_folder import end_processes
 
 logger = logging.getLogger(__name__)
 

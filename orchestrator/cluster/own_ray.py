@@ -31,10 +31,10 @@ from slipstream.conf.schema import Device, Objective, RunConfig
 from slipstream.orchestrator.checkpoints.journal import Whereabouts
 from slipstream.orchestrator.cluster.private_folder import (
     PrivateFolder,
+    end_processes,
     make_private_folder,
     remove_folders_of_dead_runs,
 )
-from slipstream.orchestrator.cluster.processes import end_processes
 from slipstream.orchestrator.cluster.ray_host import HOST, HostOptions, loss
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PlacementError

@@ -1,4 +1,5 @@
-"""The folder of a run, where socket_folder.py says: Ray's files, its token, and what processes put into TMPDIR.
+"""The folder of a run, where socket_folder.py says: Ray's files, its token, and what processes put into TMPDIR. And how
+processes are ended for certain, with the shared memory that they leave.
 
     /tmp/slipstream-1a2b3c4d/   0700: Ray makes its own folders 0777, and this one is around them
       lock                      held (flock) by the processes that own the run; the kernel frees it when they are gone
@@ -9,24 +10,31 @@
       controller                a socket: where another controller takes the run over (ray_host.py)
       fork_server.log           what the fork server of rollout workers printed
 
-Owns: how that folder is made and removed, also that of a run whose processes were all killed; and the copy of the
-logs. Does not own: processes (ray_host.py). Links are never followed.
-Invariant: a folder is removed only by its owner, or where it belongs to this user and nobody holds its lock.
+Owns: how that folder is made and removed, also that of a run whose processes were all killed; the copy of the logs;
+SIGKILL of process trees, names in /dev/shm, and the ends of adopted orphans. Does not own: which processes a run has
+(nodes.py, ray_host.py), nor ending them politely. Links are never followed.
+Invariants: a folder is removed only by its owner, or where it belongs to this user and nobody holds its lock. Of shared
+memory only what a killed process had mapped is removed, so another run keeps its own.
+
+Python's shared memory (vLLM makes some for every engine of several ranks) is removed by a process that Python starts
+beside it, the resource tracker, as soon as nobody is left who uses it. It is therefore killed last, after a grace.
 """
 
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.orchestrator.cluster.processes import remove_shared_memory
+import psutil
+
 from slipstream.orchestrator.files.run_folder import Inside
 from slipstream.orchestrator.socket_folder import DOOR, socket_folder
 
@@ -129,3 +137,80 @@ def _copy_regular_file(source: Path, target: Path) -> None:
         target.unlink(missing_ok=True)
         with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as copy:
             shutil.copyfileobj(file, copy)
+
+
+SHARED_MEMORY = Path("/dev/shm")
+_TRACKER_GRACE_S = 2.0
+_MAPPED_NAME = re.compile(
+    r"/dev/shm/((?:psm_|sem\.mp-|torch_|nccl-|vllm_dist_)[^/\n]*?)(?: \(deleted\))?$", re.MULTILINE
+)
+"""Names that Python, torch, NCCL and vLLM make up. A file with another name may be the user's, such as a model."""
+
+
+def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: float) -> list[int]:
+    """SIGKILL what `find` finds until it finds nothing more, then remove the shared memory of those processes.
+
+    Args:
+        find: called again and again: a process that is being killed may have just started another one.
+
+    Returns:
+        Pids of processes that are there still after `timeout_s`.
+    """
+    started = time.monotonic()
+    names: set[str] = set()
+    while alive := [process for process in find() if _is_alive(process)]:
+        names |= shared_memory_of(alive)
+        waited_s = time.monotonic() - started
+        if waited_s > timeout_s:
+            break
+        others = [process for process in alive if not _is_tracker(process)]
+        for process in others or (alive if waited_s > _TRACKER_GRACE_S else []):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=0.1)
+    remove_shared_memory(names)
+    return sorted(process.pid for process in alive)
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Ask for the ends of children that this process has adopted, as a subreaper does, so that the dead ones go.
+
+    Args:
+        own: children that it has started: whoever started one asks for its end, and would learn nothing any more.
+    """
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):  # another thread has asked
+            if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+
+
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Names in /dev/shm that these processes have mapped."""
+    names: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            names.update(_MAPPED_NAME.findall(Path(f"/proc/{process.pid}/maps").read_text(errors="replace")))
+    return names
+
+
+def remove_shared_memory(names: Iterable[str]) -> None:
+    """Remove those of these names that exist and belong to this user."""
+    for name in names:
+        with contextlib.suppress(OSError):  # its owner, or Python's tracker, was faster
+            file = SHARED_MEMORY / name
+            if file.lstat().st_uid == os.geteuid():
+                file.unlink()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False

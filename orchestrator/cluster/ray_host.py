@@ -47,8 +47,13 @@ from typing import Any
 import psutil
 
 from slipstream.conf.failures import in_words, outcome_of
-from slipstream.orchestrator.cluster.private_folder import PrivateFolder
-from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes, reap_orphans, shared_memory_of
+from slipstream.orchestrator.cluster.private_folder import (
+    SHARED_MEMORY,
+    PrivateFolder,
+    end_processes,
+    reap_orphans,
+    shared_memory_of,
+)
 from slipstream.orchestrator.files.outputs import output_in
 from slipstream.orchestrator.machine import count_cpus
 from slipstream.orchestrator.socket_folder import HOLD, LET_GO

@@ -7,8 +7,9 @@
 A trainer rank is a function of the calls that change it. They are noted here from one kept state to the next: what is
 computed again is computed from the same batches, so the loop knows nothing of it but that a call took longer.
 
-Owns: the noted calls, how often ranks were started again, and what is said of it. Does not own: how one call goes to
-all ranks, nor which calls change a rank (ray_handles.py); how ranks start (trainer_ranks.py); states (keepers.py).
+Owns: the noted calls, how often ranks were started again, what is said of it; which keeper is where, and who sends to
+whom. Does not own: how one call goes to all ranks, nor which calls change a rank (ray_handles.py); how ranks start
+(trainer_ranks.py); what a keeper does (trainer/checkpoint/keeper.py).
 Invariant: ranks are used again only when every noted call was made again on all of them.
 """
 
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +28,11 @@ from ray.exceptions import RayError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
 from slipstream.fleet.errors import FleetError
-from slipstream.fleet.waiting import wait_for
-from slipstream.orchestrator.cluster.actors import TrainerActor
-from slipstream.orchestrator.cluster.keepers import Keepers
+from slipstream.fleet.waiting import together, wait_for
+from slipstream.orchestrator.cluster.actors import KeeperActor, TrainerActor
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
 from slipstream.orchestrator.errors import CheckpointLost, OrchestratorError, TrainingStopped
-from slipstream.trainer.checkpoint.keeper import Address, Readiness
+from slipstream.trainer.checkpoint.keeper import COPIES_HERE, COPIES_THERE, Address, Readiness
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _AGAIN_S = 60.0
 """How long Ray may take to start such a process again."""
 _READ_S = 600.0
 """Longest that reading a state, or meeting the engines, may take."""
+_Started = tuple[type[KeeperActor], Address, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,85 @@ class LivingRanks:
     number: int
     """The kept state that they have now; 0: what they have is not kept."""
     why_not: str
+
+
+class Keepers:
+    """The run's keepers: on each node with trainer ranks an actor that holds states of finished steps.
+
+        node A: ranks 0, 1, keeper A       every rank sends to the keeper of its node and to that of the next node, so
+        node B: ranks 2, 3, keeper B       that one of them outlives the rank, and one outlives the node
+
+    Args:
+        key: the run's; whoever sends or reads a state knows it.
+        is_one_node: whether all processes of the run share one machine, hence loopback.
+    """
+
+    def __init__(self, cluster: RayCluster, key: bytes, *, is_one_node: bool) -> None:
+        self._cluster, self._key, self._is_one_node = cluster, key, is_one_node
+        self._by_node: dict[str, asyncio.Future[_Started]] = {}
+
+    async def of(self, nodes: Sequence[str]) -> list[list[Address]]:
+        """The keepers of each rank."""
+        started = await together(*(self._on(node) for node in dict.fromkeys(nodes)))
+        addresses = {node: address for node, (_, address, _) in zip(dict.fromkeys(nodes), started, strict=True)}
+        return [[addresses[one] for one in _nodes_of_keepers(node, nodes)] for node in nodes]
+
+    async def again(self) -> None:
+        """Look for all of them anew: one that died is started again by Ray, at another address and empty."""
+        nodes, self._by_node = list(self._by_node), {}
+        await together(*(self._on(node) for node in nodes))
+
+    async def lacks_room(self, nodes: Sequence[str], state_bytes: Sequence[int]) -> str:
+        """What there is too little of on a node, for people; "" if there is enough."""
+        needed: Counter[str] = Counter()
+        for node, num_bytes in zip(nodes, state_bytes, strict=True):
+            needed[node] += COPIES_HERE * num_bytes
+            needed.update(dict.fromkeys(_nodes_of_keepers(node, nodes), COPIES_THERE * num_bytes))
+        for node, num_bytes in needed.items():
+            _, (host, _), free = await self._on(node)
+            if num_bytes > free:
+                return f"{num_bytes / 1e9:.1f} GB of {host}'s memory, which has {free / 1e9:.1f} GB left"
+        return ""
+
+    async def newest(self, num_ranks: int, most: int, life: int) -> tuple[int, list[Address]]:
+        """The newest number, at most this one, that every rank has a state of, and where each finds it; (0, []) without
+        one. Later ones are forgotten, and none is taken of ranks of an earlier life."""
+        where: dict[int, dict[int, Address]] = {}
+        left: list[tuple[str, type[KeeperActor]]] = []
+        for node, started in self._by_node.items():
+            try:
+                actor, address, _ = await started
+                kept = await self._cluster.result_of(actor.kept.remote(), _name(node), OrchestratorError)
+            except (OrchestratorError, RayError):  # it died with its node, on which Ray would start it again
+                continue
+            left.append((node, actor))
+            for rank, numbers in kept.items():
+                for number in numbers:
+                    where.setdefault(number, {})[rank] = address
+        number = max((one for one, ranks in where.items() if one <= most and len(ranks) == num_ranks), default=0)
+        for node, actor in left:
+            await self._cluster.result_of(actor.go_back.remote(number, life), _name(node), OrchestratorError)
+        return number, [where[number][rank] for rank in range(num_ranks)] if number else []
+
+    def _on(self, node: str) -> asyncio.Future[_Started]:
+        if node not in self._by_node:
+            self._by_node[node] = asyncio.ensure_future(self._start(node))
+        return self._by_node[node]
+
+    async def _start(self, node: str) -> _Started:
+        actor = await self._cluster.new_actor_of_node(KeeperActor, _name(node), node)
+        begun = actor.begin.remote(self._is_one_node, self._key)
+        return actor, *await self._cluster.result_of(begun, _name(node), OrchestratorError)
+
+
+def _name(node: str) -> str:
+    return f"keeper of {node[:8]}"
+
+
+def _nodes_of_keepers(node: str, nodes: Sequence[str]) -> list[str]:
+    """This node, and the next one with trainer ranks."""
+    ring = list(dict.fromkeys(nodes))
+    return list(dict.fromkeys([node, ring[(ring.index(node) + 1) % len(ring)]]))
 
 
 class Rebirth:

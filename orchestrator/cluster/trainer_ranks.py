@@ -16,10 +16,9 @@ from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective, RunConfig, TrainMode
 from slipstream.fleet.waiting import all_started
 from slipstream.orchestrator.cluster.actors import TrainerActor
-from slipstream.orchestrator.cluster.keepers import Keepers
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, RunContext, kill_actor
 from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup, call_all
-from slipstream.orchestrator.cluster.rebirth import LivingRanks, Ranks, Rebirth
+from slipstream.orchestrator.cluster.rebirth import Keepers, LivingRanks, Ranks, Rebirth
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.trainer.checkpoint.keeper import Address
 from slipstream.trainer.options import TrainerOptions

@@ -3,15 +3,19 @@
     runs/NAME/control/                   0700: only the run's owner may ask
     runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends; its
                                          name is in it (files/may_write.py)
-    runs/NAME/control/ID.request.json    {"ask": "scale", "rollout": 3}, written by the command
+    runs/NAME/control/ID.request.json    written by the command:
+                                         {"ask": "recover", "worker": 0}   restart worker 0, or (null) all that are out
+                                         {"ask": "scale", "rollout": 3}    have three workers
+                                         {"ask": "drain", "worker": 0}     hand its requests over, and end it
     runs/NAME/control/ID.answer.json     {"done": true, "lines": [...]}, written by the controller
     runs/NAME/control/workers_asked      how many workers were asked for last, for a resume
     runs/NAME/control/end.json           {"state": "failed", "error": "..."}, written by the controller when it ends;
                                          blanks until then, so that there is room for it on a disk that is full
 
-Owns: both ends, and the lock that says whether a run is alive. The kernel drops the lock with the process, so none is
-left behind. Does not own: what a request means (fleet_requests.py). Files are used rather than a port or Ray: nothing
-listens, and it does not matter whether the cluster's head is busy.
+Owns: both ends, what a request means, and the lock that says whether a run is alive. The kernel drops the lock with the
+process, so none is left behind. Files are used rather than a port or Ray: nothing listens, and it does not matter
+whether the cluster's head is busy. Does not own: how workers come and go (fleet/scaling.py) or are started again
+(fleet/supervisor.py).
 Invariant: a request is answered once; a request that nobody waits for any more is not carried out.
 """
 
@@ -33,10 +37,11 @@ from slipstream.conf.failures import in_words, undone_by
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
 from slipstream.conf.whole_files import write_whole
+from slipstream.fleet.errors import FleetRefusal
+from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
-from slipstream.orchestrator.control.fleet_requests import carry_out
 from slipstream.orchestrator.files.may_write import THIS_PROCESS, is_own
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.rollout.crash_reports import COMMAND, death_in
@@ -176,7 +181,7 @@ def _no_locks(file: Path, error: OSError) -> ConfigError:
 
 
 def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
-    """Ask something of a run's rollout workers (fleet_requests.py).
+    """Ask something of a run's rollout workers (carry_out).
 
     Returns:
         What will happen, line by line.
@@ -275,3 +280,42 @@ def workers_asked(folder: RunFolder) -> int | None:
         return int(folder.workers_asked.read_text())
     except (FileNotFoundError, ValueError):
         return None
+
+
+async def carry_out(supervisor: Supervisor, request: JsonObject) -> list[str]:
+    """Do what a request asks. Returns what that means, for people.
+
+    Raises:
+        SlipstreamError: It cannot be; nothing was done.
+    """
+    match request["ask"]:
+        case "scale":
+            return await supervisor.scaling.scale(int(request["rollout"]))
+        case "drain":
+            return [await supervisor.scaling.drain(_named(supervisor, "rollout-", request["worker"]))]
+        case _:
+            return await _recover(supervisor, request["worker"])
+
+
+def _named(supervisor: Supervisor, option: str, worker: int) -> str:
+    replicas = supervisor.roster.replicas
+    if worker not in range(len(replicas)):
+        there = [one.process for one in replicas.values() if one.state is not ReplicaState.gone]
+        raise FleetRefusal(f"{option}{worker}: the rollout workers of this run are {', '.join(there)}")
+    return list(replicas)[worker]
+
+
+async def _recover(supervisor: Supervisor, worker: int | None) -> list[str]:
+    chosen = supervisor.roster.out_of_service if worker is None else [_named(supervisor, "--worker ", worker)]
+    if not chosen:
+        starting = [one.process for one in supervisor.roster.replicas.values() if one.state is ReplicaState.starting]
+        if starting:
+            return [f"{name} is being restarted already" for name in starting]
+        return ["no rollout worker is out of service; --worker N restarts one all the same"]
+    states = (ReplicaState.serving, ReplicaState.updating)
+    in_service = {name for name, replica in supervisor.roster.replicas.items() if replica.state in states}
+    lines = [await supervisor.restart_now(name) for name in chosen]
+    are_taken = all(supervisor.roster.replicas[name].state is ReplicaState.starting for name in chosen)
+    if are_taken and in_service and in_service <= set(chosen):
+        lines.append("no other rollout worker serves: sampling stands still until one is back")
+    return lines

@@ -1,6 +1,6 @@
 """What a start does and for how long: the line that says what it waits for, and startup.jsonl.
 
-    reinforcement.py, cluster/ --enter--> Startup --every second--> progress line   "starting, 34 s: engines 1 of 2 up"
+    training.py, cluster/ --enter--> Startup --every second--> progress line   "starting, 34 s: engines 1 of 2 up"
                                               |------at the end----> startup.jsonl   a row per start, restarts included
 
 Owns: the spans (who did what from when to when), their words, the file. Does not own: how the line is shown

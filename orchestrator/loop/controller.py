@@ -23,7 +23,7 @@ With run.eval_beside an evaluation goes on while steps do (evaluations.py); a st
 
 Owns: the order of things; when to publish, evaluate and stop. Does not own: what it shares with fine-tuning (step_loop:
 the clock, rows, checkpoints, the end), how groups are sampled and judged (sampler), what a publish does (publication),
-what is started and ended around it (reinforcement), where processes live (placement), who serves (supervisor), any
+what is started and ended around it (training), where processes live (placement), who serves (supervisor), any
 mathematics but calling it.
 Invariants: nothing is published from a step whose loss or gradient is not finite; no group older than
 algorithm.max_staleness_steps is trained on. `step`, `policy_version` and the buffer agree whenever a batch or an

@@ -6,8 +6,8 @@
 
 Owns: how many groups of both kinds are in flight (`rollout.max_concurrent_groups`), dynamic sampling, and when sampling
 has become pointless: the teacher fails on every response, or all groups have equal rewards; the reward or the agent
-fails on every one (unjudged.py). Does not own:
-when an evaluation is due (controller), which group belongs to which batch (buffer), who serves (supervisor).
+fails on every one (alarms.py). Does not own: when an evaluation is due (controller), which group belongs to which batch
+(buffer), who serves (supervisor).
 Invariant: a failure to sample ends `run`; the buffer raises it between two steps, and nothing else does.
 """
 
@@ -22,9 +22,9 @@ from slipstream.fleet.waiting import together, wait_for
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.held_out import is_informative
 from slipstream.orchestrator.files.timeline import REWARDS
+from slipstream.orchestrator.loop.alarms import Unjudged, most_in_a_row
 from slipstream.orchestrator.loop.buffer import GroupBuffer, Ticket
 from slipstream.orchestrator.loop.ports import LoopServices
-from slipstream.orchestrator.loop.unjudged import Unjudged, most_in_a_row
 from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.rewards.shaping import shape
 from slipstream.rollout.types import Group, Judgement, Prompt

@@ -6,7 +6,7 @@
 
 Owns: the clock (step and policy version), the row of every step, checkpoints, and the orderly end of a run that cannot
 go on or is told to end. Does not own: what a step does, or what is started and ended around the loop
-(reinforcement, finetuning).
+(training.py).
 Invariants: every step that the optimizer saw has a row, whatever fails after it. A checkpoint is made only while
 trainer, clock and data agree (`_is_whole`). A run that is told to end finishes its step first, and is saved. A row or a
 checkpoint that fails on the way out is logged, and does not hide why the run ends.

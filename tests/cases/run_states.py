@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.conf.schema import RunConfig
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 

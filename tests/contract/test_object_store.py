@@ -14,7 +14,7 @@ import s3fs
 from cases.held_port import held_port
 
 from slipstream.conf.schema import RunConfig, RunSection
-from slipstream.orchestrator.checkpoints import checkpoint_uploads
+from slipstream.orchestrator.checkpoints import object_store
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, step_of
@@ -46,7 +46,7 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3fs.S3File
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(checkpoint_uploads, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(object_store, "PAUSES_S", (0.01,))
     s3fs.S3FileSystem.clear_instance_cache()
     files = s3fs.S3FileSystem()
     files.mkdir(BUCKET)

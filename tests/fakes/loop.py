@@ -25,9 +25,8 @@ from slipstream.conf.schema import (
 )
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import RunState
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.files.held_out import eval_names
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames

@@ -16,9 +16,8 @@ from safetensors.numpy import save_file
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.load import load_run_config, resolved_yaml
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.data.sources import parse_hub_source
 from slipstream.orchestrator.inputs import machine_checks, preflight, teacher_check

@@ -101,8 +101,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "orchestrator/loop/advantages.py": ("orchestrator/loop/test_advantages.py",),
     "orchestrator/loop/samples.py": ("orchestrator/loop/test_advantages.py", "orchestrator/loop/test_distillation.py"),
     "orchestrator/loop/publication.py": ("orchestrator/loop/test_publication.py",),
-    "orchestrator/checkpoints/run_checkpoint.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
-    "orchestrator/checkpoints/fingerprint.py": ("orchestrator/checkpoints/test_fingerprint.py",),
+    "orchestrator/checkpoints/run_checkpoint.py": (
+        "orchestrator/checkpoints/test_run_checkpoint.py",
+        "orchestrator/checkpoints/test_fingerprint.py",
+    ),
     "orchestrator/checkpoints/manifest.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
     "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py", "rollout/agents/test_plain_prompts.py"),
     "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),

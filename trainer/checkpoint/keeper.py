@@ -9,7 +9,7 @@ So there is always a number that every rank has. A rank that was given up, since
 back when all ranks live anew, and send what it had begun to: lives are counted, and of an earlier one nothing is held.
 
 Owns: the memory, and the connections, one for each state that goes either way. Does not own what the bytes mean
-(rank_state.py), when they are sent (kept_states.py), or where keepers are (orchestrator/cluster/keepers.py). Needs no
+(rank_state.py), when they are sent (kept_states.py), or where keepers are (orchestrator/cluster/rebirth.py). Needs no
 torch.
 Invariant: whoever does not know the run's key gets nothing and stores nothing. Bytes alone pass: nothing is unpickled.
 """

@@ -11,7 +11,7 @@ from fakes.world import World
 from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.errors import RunTakenOver
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.run_parts import export_policy
+from slipstream.orchestrator.training import export_policy
 
 CONFIG = load_run_config(["experiment=quickstart"])
 

@@ -17,13 +17,11 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import checkpoints_of
 from slipstream.orchestrator.cluster import placement
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import RunLog
-from slipstream.orchestrator.finetuning import finetune
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.orchestrator.inputs.model_folder import prepare_model
 from slipstream.orchestrator.inputs.rows.prompt_rows import RowEncoder
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
-from slipstream.orchestrator.reinforcement import reinforce
-from slipstream.orchestrator.run_parts import Ray
+from slipstream.orchestrator.training import Ray, finetune, reinforce
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.messages import Chat
 

@@ -15,15 +15,14 @@ from slipstream.conf.failures import in_daemon_thread
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunSection
-from slipstream.orchestrator.checkpoints import checkpoint_uploads
-from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
+from slipstream.orchestrator.checkpoints import object_store
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.checkpoints.object_store import ObjectStore
+from slipstream.orchestrator.checkpoints.object_store import CheckpointUploads, ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import (
     CheckpointStore,
     checkpoints_of,
     complete_checkpoints,
+    fingerprint,
     step_of,
 )
 from slipstream.orchestrator.cli.main import main
@@ -145,7 +144,7 @@ def test_where_another_process_goes_on_nothing_is_sent_or_removed(
 def test_a_file_is_tried_again_and_then_given_up_for_the_next_checkpoint(
     checkpoints: CheckpointStore, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_uploads, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(object_store, "PAUSES_S", (0.0, 0.0))
     tries, put, failing = [], ObjectStore._put, 3  # pyright: ignore[reportPrivateUsage]
 
     def fails(store: ObjectStore, path: Path, name: str) -> None:
@@ -181,7 +180,7 @@ def test_a_store_that_hangs_does_not_hold_up_a_checkpoint(
         check_own(store)
 
     monkeypatch.setattr(ObjectStore, "check_own", hangs)
-    monkeypatch.setattr(checkpoint_uploads, "CHECK_S", 0.01)
+    monkeypatch.setattr(object_store, "CHECK_S", 0.01)
     checkpoints.begin_sending()
     write(checkpoints, 1)
     assert not answers.is_set(), "it was not waited for"
@@ -195,7 +194,7 @@ def test_a_store_that_hangs_does_not_keep_a_run_from_ending(
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(ObjectStore, "send", lambda *_: answers.wait(60))
-    monkeypatch.setattr(checkpoint_uploads, "_SAY_EVERY_S", 0.01)
+    monkeypatch.setattr(object_store, "_SAY_EVERY_S", 0.01)
     uploads = CheckpointUploads(remote, tmp_path / "remote.json", keep=1, spared=set[int])
     uploads.begin([])
     uploads.offer(tmp_path / "step-000001")

@@ -24,8 +24,8 @@ from slipstream.conf.schema import (
     RunSection,
     TrainMode,
 )
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.manifest import write_manifest
+from slipstream.orchestrator.checkpoints.run_checkpoint import fingerprint
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError
 from slipstream.orchestrator.files.run_folder import flatten

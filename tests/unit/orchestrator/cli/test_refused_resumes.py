@@ -9,9 +9,8 @@ import pytest
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, has_nothing_left
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.control.run_state import state_of
 from slipstream.orchestrator.data.training_stream import Items

@@ -10,9 +10,8 @@ import pytest
 from fakes.command import READY, fake_run
 
 from slipstream.conf.load import load_resolved_yaml, load_run_config
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.cli.start_commands import AT_ONCE
 from slipstream.orchestrator.control.control_folder import alive

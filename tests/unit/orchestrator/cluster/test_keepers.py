@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from slipstream.orchestrator.cluster.keepers import Keepers, _nodes_of_keepers
+from slipstream.orchestrator.cluster.rebirth import Keepers, _nodes_of_keepers
 
 
 def test_a_state_is_kept_on_its_node_and_on_the_next_one() -> None:

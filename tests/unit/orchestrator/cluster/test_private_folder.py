@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from slipstream.orchestrator.cluster.private_folder import (
+    SHARED_MEMORY,
+    end_processes,
     make_private_folder,
     private_folders,
     remove_folders_of_dead_runs,
 )
-from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes
 
 OWNER = """
 import sys

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from slipstream.orchestrator.cluster.processes import reap_orphans
+from slipstream.orchestrator.cluster.private_folder import reap_orphans
 from slipstream.orchestrator.cluster.ray_host import _PR_SET_CHILD_SUBREAPER
 
 

@@ -18,10 +18,9 @@ from slipstream.conf.schema import (
     RunSection,
     TrainerConfig,
 )
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, write_description

@@ -31,7 +31,7 @@ from slipstream.orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from slipstream.orchestrator.files.step_rows import StepRecord, row_of
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import StepTimeline, write_row
-from slipstream.orchestrator.run_parts import RunResult
+from slipstream.orchestrator.training import RunResult
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes
 from slipstream.trainer.types import OptimStats
 

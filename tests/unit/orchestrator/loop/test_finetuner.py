@@ -14,8 +14,7 @@ from fakes.world import World
 from rich.console import Console
 
 from slipstream.conf.schema import AlgorithmConfig, Objective
-from slipstream.orchestrator.checkpoints.fingerprint import fingerprint
-from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.data.streams import Shuffled
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.held_out import EvalNames

@@ -8,7 +8,7 @@ import pytest
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.loop.unjudged import Unjudged, most_in_a_row
+from slipstream.orchestrator.loop.alarms import Unjudged, most_in_a_row
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 
