@@ -44,7 +44,7 @@ from slipstream.trainer.weights.stored_adapter import (
 )
 from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
-from slipstream.weight_sync.publish.byte_collectives import all_gather_bytes
+from slipstream.weight_sync.publish.collectives import all_gather_bytes
 from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 SINGLE_FILE = "model.safetensors"

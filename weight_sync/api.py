@@ -33,8 +33,8 @@ from slipstream.weight_sync.publish.collectives import Meeting
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.source import WeightSource
-from slipstream.weight_sync.transport.link_choice import LOOPBACK
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.weight_sync.transport.this_machine import LOOPBACK
 
 Event = Literal["start", "finish"]
 RequestHook = Callable[[Event], None]

@@ -238,7 +238,7 @@ class _Rank:
 
     def publish(self, verify_hashes: bool, trace: Path | None) -> dict[str, Any]:
         """Change the policy, then publish once, with or without hashes; all else stays the same."""
-        from slipstream.weight_sync.publish.costs import Costs
+        from slipstream.weight_sync.publish.bases import Costs
 
         publisher = self.publisher
         if not self.chooses:

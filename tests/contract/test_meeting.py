@@ -21,14 +21,15 @@ from slipstream.conf.errors import SlipstreamError
 from slipstream.weight_sync.api import register_tensors
 from slipstream.weight_sync.errors import PlanError, ProtocolError
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
-from slipstream.weight_sync.publish import byte_collectives
-from slipstream.weight_sync.publish.byte_collectives import (
+from slipstream.weight_sync.publish import collectives
+from slipstream.weight_sync.publish.collectives import (
+    Meeting,
     all_gather_bytes,
     broadcast_bytes,
     gather_bytes,
     scatter_bytes,
+    values,
 )
-from slipstream.weight_sync.publish.collectives import Meeting, values
 from slipstream.weight_sync.typed_msgpack import Sent, unpack
 
 NUM_RANKS = 3
@@ -124,7 +125,7 @@ def bytes_of_different_lengths(meeting: Meeting) -> Any:
 
 def a_message_over_the_limit(meeting: Meeting) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_collectives, "MAX_BYTES", 1000)
+        patch.setattr(collectives, "MAX_BYTES", 1000)
         return meeting.gather(str, "x" * (2000 if meeting.rank == 1 else 5))
 
 

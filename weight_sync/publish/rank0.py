@@ -8,9 +8,11 @@ publish (transaction.py), the plan itself (weight_sync/plan).
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, WeightSyncError
@@ -22,7 +24,7 @@ from slipstream.weight_sync.pipeline.trace import write_trace
 from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
-from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
+from slipstream.weight_sync.publish.bases import Bases
 from slipstream.weight_sync.publish.report import NOT_MET, PublishReport
 from slipstream.weight_sync.publish.transaction import Alive, Transaction
 from slipstream.weight_sync.replica.clients import ReplicaClients
@@ -55,7 +57,7 @@ class Agreed:
 
     def flags(self) -> Flags:
         """`takes_changes` of all places."""
-        return joined_flags(self.takes_changes[number] for number in self.names_of.values())
+        return np.array([flag for number in self.names_of.values() for flag in self.takes_changes[number]], np.bool_)
 
 
 class Rank0:
@@ -228,8 +230,8 @@ class Rank0:
             for dest in self._engine_ranks(number):
                 expected[dest] = self._expected(dest, sums)
                 if (base := transaction.bases.get(dest)) is not None:
-                    parts = (result.changes.get(dest, b"") for result in results)
-                    expected[dest] = with_changes(expected[dest], base, parts)
+                    changes = b"".join(result.changes.get(dest, b"") for result in results)
+                    expected[dest] = replace(expected[dest], base=base, changes=changes)
             return tuple(expected[dest] for dest in self._engine_ranks(number))
 
         transaction.finish(results, expected_of)

@@ -1,7 +1,7 @@
 """What a link must do: move bytes one-sided between registered memory here and registered memory of another process.
 
-Owns the protocol that `mooncake.py` implements. tests/contract/test_transport.py tests it, and the tests' own link
-inside one process, against this protocol. Does not know plans, versions or parameters.
+Owns the protocol that `mooncake.py` implements (tests/contract/test_transport.py), and ranges of memory. Does not know
+plans, versions or parameters.
 
 Failure model, the same for every link and for both directions:
 

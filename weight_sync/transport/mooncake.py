@@ -1,8 +1,8 @@
 """Mooncake's TransferEngine as a Transport: one-sided transfers over TCP, NVLink (CUDA IPC inside one host) or RDMA.
 
 Owns: proving that the chosen link is the one in use, registration, batch limits, translation of return codes. Does not
-own the choice of the link (`link_choice.py`) nor finding allocations (`allocations.py`). The only importer of mooncake.
-Its traps, and what this file does about each:
+own the choice of the link, nor finding allocations (`this_machine.py`). The only importer of mooncake. Its traps, and
+what this file does about each:
 
 * The `protocol` argument does not choose the link (CUDA wheel), and Mooncake silently replaces a link that is not
   available. Environment variables choose the link: they are set from the requested kind before the engine exists, and
@@ -16,13 +16,13 @@ Its traps, and what this file does about each:
 * NVLink exports whole cudaMalloc allocations. CUDA tensors register as the caching allocator's segments that hold them;
   expandable segments are refused with their cure.
 * Registering an overlap fails with -7. Ranges are merged first.
-* More than 2048 pieces in one batch fail, and batches of several GiB may run into their deadline. See base.batches().
+* More than 2048 pieces in one batch fail, and batches of several GiB may run into their deadline: base.batches().
 * Deadlines come from the environment, per process. MC_TRANSFER_TIMEOUT (at least 5 s) and MC_TCP_PROGRESS_TIMEOUT_SEC
   are set from timeout_s. A native call cannot be interrupted, so a smaller timeout_s of one write() is checked only
   between batches.
 * It listens on every interface (two TCP ports), whatever host and MC_TCP_BIND_ADDRESS say, and does not authenticate:
   anyone who reaches the ports can read and write registered memory (not the rest of the process's memory). A run on one
-  host binds the ports to the loopback device (loopback_only.py); a run on several hosts needs a firewall.
+  host binds the ports to the loopback device (this_machine.py); a run on several hosts needs a firewall.
 * A fresh engine's first contact with a stopped process blocks for a fixed 60 s. In a publish the replica acknowledges
   Begin first, or was written to in the publish before, so this happens only if a process stops between that and its
   first byte.
@@ -45,10 +45,14 @@ import torch
 from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import TransportKind
 from slipstream.weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
-from slipstream.weight_sync.transport.allocations import segments_of, storage_range
 from slipstream.weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges, range_of
-from slipstream.weight_sync.transport.link_choice import LOOPBACK, choose_link, has_hca
-from slipstream.weight_sync.transport.loopback_only import new_listeners_on_loopback
+from slipstream.weight_sync.transport.this_machine import (
+    LOOPBACK,
+    allocations_of,
+    choose_link,
+    has_hca,
+    new_listeners_on_loopback,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ DOWN_S = 2.0
 
 
 class MooncakeTransport:
-    """One TransferEngine and the memory registered with it. See Transport.
+    """One TransferEngine and the memory registered with it. See Transport, for what its methods promise.
 
     Args:
         kind: Requested link. Any kind except `auto` is provided exactly, or refused.
@@ -117,21 +121,19 @@ class MooncakeTransport:
 
     @property
     def session(self) -> str:
-        """host:port of this process's engine. Raises TransportError if there is no engine."""
+        """host:port of this process's engine. Raises TransportError if none starts."""
         with self._lock:
             self._ensure_started()
             return self._session
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register the allocations that hold these tensors. Idempotent; call while nothing is being written."""
-        cuda = [t for t in tensors if t.is_cuda]
-        host = [t for t in tensors if not t.is_cuda]
-        if host and self.link == "nvlink":
-            raise LinkMismatch(f"the nvlink link moves device memory only, got a tensor on {host[0].device}")
-        if cuda:  # Mooncake calls the driver, and a thread that has not used CUDA yet has no context (error 201)
-            torch.cuda.synchronize(cuda[0].device)
-        held = segments_of(cuda) | {range_of(t): storage_range(t) for t in host}
-        self._hold(self._held | held)
+        for tensor in tensors:
+            if self.link == "nvlink" and not tensor.is_cuda:
+                raise LinkMismatch(f"the nvlink link moves device memory only, got a tensor on {tensor.device}")
+        if cuda := [tensor.device for tensor in tensors if tensor.is_cuda]:
+            torch.cuda.synchronize(cuda[0])  # Mooncake calls the driver: a thread without CUDA's context fails (201)
+        self._hold(self._held | allocations_of(tensors))
 
     def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
         """Forget these tensors, and unregister allocations without other registered tensors."""
@@ -144,9 +146,9 @@ class MooncakeTransport:
             return
         try:
             self._hold(kept)
-        except TransferFailed as e:  # the memory is freed anyway, and the next use of the link must not fail
+        except TransferFailed as e:
             logger.warning("memory that is about to be freed stays registered: %s", e)
-            self._held = kept
+            self._held = kept  # it is freed anyway, and the next use of the link must not fail
 
     def _hold(self, held: dict[MemoryRange, MemoryRange]) -> None:
         """Register and unregister what differs from `held`."""
@@ -167,13 +169,11 @@ class MooncakeTransport:
     def write(
         self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
     ) -> None:
-        """Batched synchronous writes; see Transport.write."""
         self._transfer("write", session, src_ptrs, dst_ptrs, sizes, timeout_s)
 
     def read(
         self, session: str, dst_ptrs: Sequence[int], src_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
     ) -> None:
-        """Batched synchronous reads; see Transport.read."""
         self._transfer("read", session, dst_ptrs, src_ptrs, sizes, timeout_s)
 
     def _transfer(
@@ -205,16 +205,15 @@ class MooncakeTransport:
         native = self._engine.batch_transfer_sync_write if verb == "write" else self._engine.batch_transfer_sync_read
         for run in batches(sizes):
             pieces = slice(run.start, run.stop)
-            num_bytes = sum(sizes[pieces])
-            what = f"{self.link} {verb} of {num_bytes} bytes in {len(run)} pieces with {session}"
+            what = f"{self.link} {verb} of {sum(sizes[pieces])} bytes in {len(run)} pieces with {session}"
             begin = time.monotonic()
             if begin >= deadline:
                 raise TransferTimeout(f"{what}: the deadline passed before it began")
             code = native(session, list(local[pieces]), list(remote[pieces]), list(sizes[pieces]))
             spent_s = time.monotonic() - begin
+            if code != 0 and spent_s >= 0.9 * self._native_timeout_s:
+                raise TransferTimeout(f"{what} made no progress: code {code} after {spent_s:.1f} s")
             if code != 0:
-                if spent_s >= 0.9 * self._native_timeout_s:
-                    raise TransferTimeout(f"{what} made no progress: code {code} after {spent_s:.1f} s")
                 raise TransferFailed(
                     f"{what} failed: code {code} after {spent_s:.2f} s (peer gone, or its memory not registered)"
                 )
@@ -242,12 +241,10 @@ class MooncakeTransport:
             self._restart()
 
     def renew(self) -> None:
-        """Destroy the engine, and so every connection, and start a fresh one on another port."""
         with self._lock:
             self._restart()
 
     def close(self) -> None:
-        """Destroy the engine; memory is unregistered with it."""
         self._engine, self._is_closed = None, True
         self._held, self._registered = {}, []
 
@@ -299,7 +296,7 @@ class MooncakeTransport:
             if num_left == 0:
                 raise TransferFailed(f"Mooncake did not start on {self._host} over {self.link}: code {code}")
             time.sleep(random.uniform(0.2, 1.0) * self._retry_s)  # random: processes that drew the same port also retry
-        if self.link == "rdma" and not _topology_devices(engine.get_local_topology()):
+        if self.link == "rdma" and not _has_devices(engine.get_local_topology()):
             raise LinkMismatch("weight_sync.transport=rdma, but Mooncake finds no RDMA device; choose tcp or nvlink")
         return engine
 
@@ -348,10 +345,9 @@ def engine_module() -> Any:
     return cast(Any, mooncake.engine)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _topology_devices(topology: str) -> set[str]:
-    """Names of the HCAs in Mooncake's topology: {"cpu:0": [[preferred], [others]], ...}."""
+def _has_devices(topology: str) -> bool:
+    """Whether there are HCAs in Mooncake's topology: {"cpu:0": [[preferred], [others]], ...}."""
     try:
-        parsed = json.loads(topology)
+        return any(devices for lists in json.loads(topology).values() for devices in lists)
     except ValueError:
-        return set()
-    return {device for lists in parsed.values() for devices in lists for device in devices}
+        return False

@@ -27,8 +27,7 @@ from slipstream.weight_sync.pipeline.landings import ALIGNMENT_BYTES, SKIPPED, C
 from slipstream.weight_sync.pipeline.packing import Packet
 from slipstream.weight_sync.pipeline.sums import Places, Sums
 from slipstream.weight_sync.plan.transfer_plan import Task
-from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
-from slipstream.weight_sync.publish.costs import MIN_BYTES, Costs
+from slipstream.weight_sync.publish.bases import MIN_BYTES, Bases, Costs
 from slipstream.weight_sync.publish.rank0 import Rank0
 from slipstream.weight_sync.publish.report import ReplicaReport, joined
 from slipstream.weight_sync.replica.landing import held_digest, zone_name
@@ -206,12 +205,6 @@ def test_what_changed_and_what_was_compared_are_counted_in_elements_of_what_may_
             slots.fill(load, load)
             slots.pack(load, load)
         assert slots.found() == (len(loads) * (16 + 32), len(loads) * (32 + 64))
-
-
-def test_parts_and_flags_of_ranks_are_one_after_the_other() -> None:
-    one = with_changes(expected(1), "base", [b"ab", b"", b"c"])
-    assert one == replace(expected(1), base="base", changes=b"abc")
-    assert joined_flags([(True, False), (), (False, True)]).tolist() == [True, False, False, True]
 
 
 def test_rounds_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:

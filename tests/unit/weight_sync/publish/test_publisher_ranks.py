@@ -28,8 +28,8 @@ from slipstream.weight_sync.pipeline.lanes import RankPublishReport
 from slipstream.weight_sync.pipeline.sums import Sums
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish import publisher as module
+from slipstream.weight_sync.publish.bases import Costs
 from slipstream.weight_sync.publish.collectives import Meeting
-from slipstream.weight_sync.publish.costs import Costs
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.rank0 import Rank0
 from slipstream.weight_sync.publish.report import EXCLUDED

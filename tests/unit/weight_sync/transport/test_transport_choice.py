@@ -9,7 +9,7 @@ from slipstream.conf.schema import TransportKind
 from slipstream.weight_sync.errors import LinkMismatch, TransferFailed
 from slipstream.weight_sync.transport import base
 from slipstream.weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges
-from slipstream.weight_sync.transport.link_choice import choose_link
+from slipstream.weight_sync.transport.this_machine import choose_link
 
 MACHINE = {"device": "cpu", "host": "127.0.0.1", "has_hca": False, "has_nvlink": False, "has_cuda": False}
 GPU = {"device": "cuda", "has_nvlink": True, "has_cuda": True}
