@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.conf.schema import PauseMode, WeightSyncConfig
-from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.rollout.engine.engine import Engine
 from slipstream.rollout.receivers import WEIGHTS, Receivers
 from slipstream.weight_sync.calls.verbs import verb_of
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint, ReplicaHandler
@@ -47,7 +47,7 @@ class BaseReplica(ReplicaHandler):
         host: Address at which trainer ranks reach this worker.
     """
 
-    def __init__(self, engine: EngineWithSlots, config: WeightSyncConfig, key: bytes, host: str) -> None:
+    def __init__(self, engine: Engine, config: WeightSyncConfig, key: bytes, host: str) -> None:
         self.config = config
         self.ranks: list[EngineRank] = []
         """What every engine rank must receive, and where; empty if the engine loaded its weights from disk."""

@@ -26,13 +26,12 @@ from tokenizers import Tokenizer
 from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import EvalSampling, PauseMode, SamplingConfig
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
-from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.base_replica import BaseReplica
 from slipstream.rollout.continuation import go_on_together
-from slipstream.rollout.engine.engine import EngineWithSlots, is_gone
+from slipstream.rollout.engine.engine import Engine, is_gone
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, TokenizerError
 from slipstream.rollout.kept_groups import KeptGroups
-from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
+from slipstream.rollout.layouts.offline_layout import ExpectedLayouts
 from slipstream.rollout.text.plain_text import TOKENIZER_FILE, load_tokenizer
 from slipstream.rollout.types import (
     ABORTED,
@@ -46,9 +45,10 @@ from slipstream.rollout.types import (
     Rollout,
     WorkerOptions,
 )
-from slipstream.rollout.worker_verbs import StartStatus, WorkerVerbs, digest_of
+from slipstream.rollout.worker_verbs import EngineConnection, StartStatus, WorkerVerbs, digest_of
 from slipstream.weight_sync.errors import PlanMismatch
 from slipstream.weight_sync.gc_freeze import freeze_heap
+from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import EngineRank
@@ -77,16 +77,12 @@ class RolloutWorker(WorkerVerbs):
         *,
         seed: int,
         host: str = "127.0.0.1",
-        make_engine: Callable[[EngineOptions, int], EngineWithSlots],
+        make_engine: Callable[[EngineOptions, int], Engine],
     ) -> None:
         self._tokenizer = _read_tokenizer(options.folder)
-        self._sampling = options.config.sampling
-        self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in options.tensors]
+        self._options = options
         self._layouts = ExpectedLayouts(options)
         self._host = host
-        self._key = options.key
-        self._adapters = options.adapters
-        self._own_merge = options.own_merge
         self.adapter_replica: AdapterReplica | None = None
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
@@ -94,7 +90,6 @@ class RolloutWorker(WorkerVerbs):
         self.engine = make_engine(options, seed)
         self.base = BaseReplica(self.engine, options.weight_sync, options.key, host)
         self.kept = KeptGroups(options.num_versions_kept, self._newest)
-        self._skip_special_tokens = not options.keep_special_tokens
         self._is_going = False
         self._told = asyncio.Event()
         self._told_by = ""
@@ -108,7 +103,8 @@ class RolloutWorker(WorkerVerbs):
         self._reached("imported")
 
     async def start(self) -> str:
-        base = None if self._adapters is None else self._adapters.base
+        adapters, own_merge = self._options.adapters, self._options.own_merge
+        base = None if adapters is None else adapters.base
         if base is not None and not base.is_dir():
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
         if "imported" not in self.started_at:
@@ -121,16 +117,17 @@ class RolloutWorker(WorkerVerbs):
                 await self.engine.call_ranks("slipstream_open_link", *link)
                 self.base.endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                own_merge = b"" if self._own_merge is None else pack(self._own_merge)
-                given = self._tensors, *link, self._layouts.digests(), self.base.config.delta_bytes, own_merge
-                replies = await self.engine.call_ranks("slipstream_describe", *given)
+                merging = b"" if own_merge is None else pack(own_merge)
+                given = self._layouts.digests(), self.base.config.delta_bytes, merging
+                tensors = _sent(self._options.tensors)
+                replies = await self.engine.call_ranks("slipstream_describe", tensors, *link, *given)
                 self.base.ranks = [unpack(EngineRank, reply) for reply in replies]
-                if self._own_merge is None:  # otherwise factors are in the layouts, too
+                if own_merge is None:  # otherwise factors are in the layouts, too
                     self._layouts.keep([layouts_digest((rank.layout,)) for rank in self.base.ranks])
-            if self._adapters is not None:
-                await self._open_slots(self._adapters)
+            if adapters is not None:
+                await self._open_slots(adapters)
             self._reached("layout_known")
-            await self.engine.warm_up(None if self._adapters is None else Adapter(0, PROBE, "warm-up"))
+            await self.engine.warm_up(None if adapters is None else Adapter(0, PROBE, "warm-up"))
             freeze_heap()
             num_ranks = len(self.base.ranks) if self.adapter_replica is None else self.adapter_replica.num_ranks
             logger.info("the engine is up: %d ranks, %d KV blocks", num_ranks, self.engine.num_kv_blocks)
@@ -156,16 +153,17 @@ class RolloutWorker(WorkerVerbs):
         self.started_at[event] = time.time()
 
     async def _open_slots(self, adapters: AdapterSlotsSpec) -> None:
-        tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in adapters.tensors]
-        replies = await self.engine.call_ranks("slipstream_open_slots", tensors, self._key)
+        key = self._options.key
+        replies = await self.engine.call_ranks("slipstream_open_slots", _sent(adapters.tensors), key)
         opened = [unpack(tuple[str, EngineRank], reply) for reply in replies]
-        asked = SlotRanks([address for address, _ in opened], self._key)
-        self._sockets.callback(asked.close)
+        asked = [EngineConnection(address, key) for address, _ in opened]
+        for connection in asked:
+            self._sockets.callback(connection.close)
         ranks = [rank for _, rank in opened]
         self.adapter_replica = AdapterReplica(
             self.engine, ranks, asked, adapters.num_slots, self.base.config, has_base=lambda: self.state.is_serving
         )
-        self._adapter_endpoint = ReplicaEndpoint(self.adapter_replica, self._key, host=self._host, pauses=False)
+        self._adapter_endpoint = ReplicaEndpoint(self.adapter_replica, key, host=self._host, pauses=False)
         await self._adapter_endpoint.start()
 
     async def adapter_endpoint(self) -> str:
@@ -200,7 +198,7 @@ class RolloutWorker(WorkerVerbs):
             )
         if self._is_going:
             return list(so_far) or [NOTHING_YET] * n
-        sample = partial(self._sample, prompt, n, sampling or self._sampling, version, so_far, seed)
+        sample = partial(self._sample, prompt, n, sampling or self._options.config.sampling, version, so_far, seed)
         if so_far or version is not None or isinstance(sampling, EvalSampling):
             return await sample()
         return await self.kept.sample(digest_of(prompt, n, sampling), sample)
@@ -316,7 +314,13 @@ class RolloutWorker(WorkerVerbs):
         await asyncio.to_thread(self.engine.shutdown)
 
     def _decode(self, rollout: Rollout) -> str:
-        return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=self._skip_special_tokens)
+        skip = not self._options.keep_special_tokens
+        return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=skip)
+
+
+def _sent(tensors: Sequence[TensorMeta]) -> list[tuple[str, list[int], str]]:
+    """As vLLM's calls carry them."""
+    return [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:

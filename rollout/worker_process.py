@@ -223,7 +223,7 @@ def with_its_share(options: WorkerOptions) -> RolloutConfig:
     config = options.config
     if options.device != Device.cuda or config.workers_per_gpu == 1 or config.kv_cache_bytes is not None:
         return config
-    from slipstream.rollout.engine.shared_gpu import cache_bytes
+    from slipstream.rollout.engine.engine_options import cache_bytes
     from slipstream.rollout.engine.vllm_process import gpu_bytes
 
     return replace(config, kv_cache_bytes=cache_bytes(config, options.tensors, options.adapters, gpu_bytes()))

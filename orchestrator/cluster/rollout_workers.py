@@ -31,7 +31,7 @@ from slipstream.orchestrator.cluster.ray_handles import LivingWorker, RayRollout
 from slipstream.orchestrator.cluster.rooms import Rooms, place_of
 from slipstream.orchestrator.errors import OrchestratorError
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
-from slipstream.rollout.engine.start_phase import IMPORTING
+from slipstream.rollout.engine.start_log import IMPORTING
 from slipstream.rollout.types import AdapterSlotsSpec, WorkerOptions
 from slipstream.rollout.worker_verbs import WorkerClient
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules

@@ -28,12 +28,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.conf.schema import PauseMode, SamplingConfig, WeightSyncConfig
 from slipstream.rollout.adapters.slot_leases import SlotTable
-from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.continuation import go_on
-from slipstream.rollout.engine.engine import EngineWithSlots, is_gone
-from slipstream.rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
+from slipstream.rollout.crash_reports import death_of_a_child
+from slipstream.rollout.engine.engine import Engine, is_gone
+from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing, SlotsBusy
 from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, PROBE, Adapter, Rollout
+from slipstream.rollout.worker_verbs import EngineConnection
+from slipstream.weight_sync.calls.verbs import verb_of
 from slipstream.weight_sync.record.repeated_layers import layer_of
 from slipstream.weight_sync.replica.endpoint import ReplicaHandler
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
@@ -57,16 +59,16 @@ class AdapterReplica(ReplicaHandler):
     Args:
         engine: Started, with LoRA.
         ranks: Every engine rank's slots: their layout, and the addresses of each.
-        asked: Those ranks.
+        asked: Those ranks, which answer beside the engine's steps.
         config: pause_mode and the deadline.
         has_base: Whether the engine's own weights have arrived; until then it is paused.
     """
 
     def __init__(
         self,
-        engine: EngineWithSlots,
+        engine: Engine,
         ranks: Sequence[EngineRank],
-        asked: SlotRanks,
+        asked: Sequence[EngineConnection],
         num_slots: int,
         config: WeightSyncConfig,
         has_base: Callable[[], bool],
@@ -211,7 +213,7 @@ class AdapterReplica(ReplicaHandler):
         """Fill a free slot from a peer's newest one. No request reads it before adopt(). Arguments as Worker.pull."""
         slot = await self._take_slot(offers[0].version)
         limit_s = self.config.timeout_s  # limits the read, which must end before the wait for it
-        return slowest(await self._asked.ask(2 * limit_s, SlotReceivers.pull, slot, offers, limit_s))
+        return slowest(await ask_all(self._asked, 2 * limit_s, SlotReceivers.pull, slot, offers, limit_s))
 
     async def adopt(self, version: int, epoch: int) -> None:
         """Requests that start from here on use what was pulled."""
@@ -224,7 +226,7 @@ class AdapterReplica(ReplicaHandler):
     # -- both --------------------------------------------------------------------------------------------------------
 
     async def _ask(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        return await self._asked.ask(self.config.timeout_s, verb, *args, **kwargs)
+        return await ask_all(self._asked, self.config.timeout_s, verb, *args, **kwargs)
 
     async def _take_slot(self, version: int) -> int:
         """Choose a slot for `version` that no request reads. The first time, prove that the engine applies adapters."""
@@ -289,6 +291,43 @@ class AdapterReplica(ReplicaHandler):
         ignored = [kind for kind in kinds if await said_with(kind) == silent]
         await self._ask(SlotReceivers.fill, slot, [], 1)
         return ignored
+
+
+async def ask_all(
+    ranks: Sequence[EngineConnection],
+    limit_s: float,
+    verb: Callable[Concatenate[Any, P], T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> list[T]:
+    """Ask every rank of an engine about its adapter slots. Results by rank.
+
+    vLLM's own collective_rpc runs between two steps of the engine: each call waits for one step and delays the next,
+    and a publish into an adapter slot makes three calls. These go to a thread of each rank and need not wait, because
+    no request reads the slot that is written.
+
+    Args:
+        limit_s: Longest that all ranks together may take.
+        verb: A method of SlotReceivers; its arguments follow.
+
+    Raises:
+        SlipstreamError: The first rank's error, as its own class.
+        EngineDied: The engine's process is gone, or a rank did not answer in time.
+    """
+    asked = verb_of(verb)
+    try:
+        async with asyncio.timeout(limit_s):
+            calls = (rank.call(asked, *args, **kwargs) for rank in ranks)
+            results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    except TimeoutError as e:
+        raise EngineDied(f"the engine did not answer {asked.name} within {limit_s:g} s") from e
+    for result in results:
+        if isinstance(result, EngineDied):
+            how = death_of_a_child() or "died"
+            raise EngineDied(f"the engine's process {how}; this rollout worker must be restarted") from result
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 def kind_of(factor: str) -> str:

@@ -1,4 +1,4 @@
-"""What a rollout worker asks of an engine: thirteen verbs, and two more of one with adapter slots.
+"""What a rollout worker asks of an engine: thirteen verbs, and two more for adapter slots.
 
 `vllm_engine.py` is the engine that there is. docs/engines.md says what another one would have to give.
 
@@ -131,10 +131,6 @@ class Engine(Protocol):
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""
         ...
-
-
-class EngineWithSlots(Engine, Protocol):
-    """An engine whose requests may name an adapter."""
 
     async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
         """Log-probabilities of the likeliest next tokens, and of the one that was sampled."""

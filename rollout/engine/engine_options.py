@@ -1,20 +1,23 @@
-"""What an engine is started with on either device: environment, arguments, stop tokens, warm-up lengths.
+"""What an engine is started with on either device: environment, arguments, room for its cache, warm-up lengths.
 
 Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts nothing and imports no vLLM.
 """
 
 import ast
 import json
+import math
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.conf.architecture.families import family_of, of_language_model
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import Device
+from slipstream.conf.schema import Device, RolloutConfig
+from slipstream.rollout.errors import EngineError
 from slipstream.rollout.node_cache import cache_folder
-from slipstream.rollout.types import LANGUAGE_MODEL, EngineOptions
+from slipstream.rollout.types import LANGUAGE_MODEL, AdapterSlotsSpec, EngineOptions
+from slipstream.weight_sync.layout import DTYPE_BYTES, TensorMeta
 
 NUM_SEQS = 256
 """rollout.max_num_seqs of an engine that is not a run's."""
@@ -28,6 +31,8 @@ METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 """How vLLM makes an engine's processes: fork, which is its default, or spawn."""
 FLASH_ATTENTION_4 = ("cutlass", "quack")
 """Packages that compile its kernels."""
+OTHER_BYTES = 3 << 30
+"""CUDA's context, CUDA graphs, and activations of a small model: what an engine takes besides weights and cache."""
 BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 """1: vLLM's batch-invariant kernels, in every process of the engine."""
 
@@ -195,6 +200,29 @@ def known_arguments() -> set[str] | None:
             targets = [item.target for node in classes for item in node.body if isinstance(item, ast.AnnAssign)]
             return {target.id for target in targets if isinstance(target, ast.Name)}
     return None
+
+
+def cache_bytes(
+    config: RolloutConfig, tensors: Iterable[TensorMeta], adapters: AdapterSlotsSpec | None, gpu_bytes: int
+) -> int:
+    """Bytes of the KV cache of an engine that shares its GPU with others (rollout.workers_per_gpu): an equal part of
+    what all may take, without weights and what else an engine needs. vLLM gives a cache what it finds free after a
+    trial run, and would count what the neighbours take meanwhile as its own. Raises EngineError if nothing is left.
+    """
+    part = int(gpu_bytes * config.gpu_memory_utilization / config.workers_per_gpu)
+    weights = _bytes_of(tensors) + (0 if adapters is None else adapters.num_slots * _bytes_of(adapters.tensors))
+    if part <= weights + OTHER_BYTES:
+        raise EngineError(
+            f"rollout.workers_per_gpu={config.workers_per_gpu} leaves no engine a KV cache: of {gpu_bytes / 1e9:.1f} GB"
+            f" and rollout.gpu_memory_utilization={config.gpu_memory_utilization:g}, each gets {part / 1e9:.1f} GB, and"
+            f" weights take {weights / 1e9:.1f} and the rest of an engine {OTHER_BYTES / 1e9:.1f}; lower "
+            "rollout.workers_per_gpu, or set rollout.kv_cache_bytes"
+        )
+    return part - weights - OTHER_BYTES
+
+
+def _bytes_of(tensors: Iterable[TensorMeta]) -> int:
+    return sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors)
 
 
 def capture_sizes(num_seqs: int) -> list[int]:

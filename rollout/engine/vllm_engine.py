@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.conf.failures import raised_as
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, PauseMode, SamplingConfig
-from slipstream.rollout.engine.engine import CALL_TIMEOUT_S, EngineWithSlots
+from slipstream.rollout.engine.engine import CALL_TIMEOUT_S, Engine
 from slipstream.rollout.engine.engine_options import engine_arguments, warm_up_lengths
 from slipstream.rollout.engine.vllm_process import VllmProcess, make_llm
 from slipstream.rollout.engine.vllm_requests import (
@@ -55,7 +55,7 @@ DRAIN_TIMEOUT_S = 30.0
 """Longest wait until vLLM's own handler has taken the outputs that have arrived."""
 
 
-class VllmEngine(EngineWithSlots):
+class VllmEngine(Engine):
     """See the module's docstring, and Engine for what each method promises. All methods belong to one event loop.
 
     Args:

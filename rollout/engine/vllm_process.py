@@ -36,9 +36,7 @@ from slipstream.rollout.engine.engine_options import (
     architectures_of,
     set_engine_environment,
 )
-from slipstream.rollout.engine.same_path import same_path
-from slipstream.rollout.engine.start_failure import OutputSince, last_error_in, why_it_failed
-from slipstream.rollout.engine.start_phase import IMPORTING, phase_in
+from slipstream.rollout.engine.start_log import IMPORTING, OutputSince, last_error_in, phase_in, why_it_failed
 from slipstream.rollout.errors import EngineDied, EngineError
 from slipstream.rollout.in_vllm.process_imports import (
     ask_classes_here,
@@ -47,6 +45,7 @@ from slipstream.rollout.in_vllm.process_imports import (
     without_torchao,
 )
 from slipstream.rollout.in_vllm.vllm_patches import send_logprobs_together, stop_watching
+from slipstream.rollout.node_cache import same_path
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs

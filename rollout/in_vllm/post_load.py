@@ -14,7 +14,8 @@
     empty parameters                      refused: the bytes are somewhere else
 
 Owns: that table, for a live model (`Forms.of`) and for one on meta, for which no kernels were chosen (`Forms.on_meta`);
-and which engine options rule out writing in place. Does not own recording (weight_sync/record/recorder.py) nor the
+which engine options rule out writing in place; and a live model's parameters as they
+were at load time, while its layout is recorded. Does not own recording (weight_sync/record/recorder.py) nor the
 commit (weight_sync/replica/receiver.py). Uses what vLLM 0.25.1 and 0.32 have in common.
 
 Invariant: after a commit that followed these forms, a parameter holds the same bytes as if vLLM had loaded the same
@@ -23,6 +24,7 @@ checkpoint, at an unchanged address.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +38,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from slipstream.conf.schema import Device
 from slipstream.rollout.errors import UnsupportedWeights
@@ -309,3 +313,57 @@ def _are_views(tensors: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
 def _unwrapped(layer: Any) -> Any:
     """A linear layer without its LoRA wrapper."""
     return getattr(layer, "base_layer", layer)
+
+
+# -- load time ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def load_time_parameters(model: nn.Module) -> Iterator[None]:
+    """While the block runs, `model.load_weights` finds the parameters that it found at start: the live ones' memory,
+    with the classes and loader methods that they had.
+
+    vLLM replaces parameters after loading (process_weights_after_loading), and block-FP8 layers lose their loader
+    methods by that. When it reloads weights, it restores them from a record that every model's constructor leaves
+    (`model_loader.reload`), which is read here.
+
+    Args:
+        model: Live, without LoRA's wrappers.
+
+    Raises:
+        UnsupportedWeights: A parameter was loaded with another dtype, shape or strides than it has now.
+    """
+    live: list[tuple[nn.Module, str, nn.Parameter]] = []
+    made: dict[int, Tensor] = {}  # keyed by the live parameter, so that tied ones stay one
+    for name, module in model.named_modules():
+        loaded, _ = get_layerwise_info(module).restore_metadata
+        for leaf, param in module._parameters.items():
+            if param is not None and leaf in loaded:  # vLLM records only parameters that lose something
+                live.append((module, leaf, param))
+                if id(param) not in made:
+                    made[id(param)] = _as_loaded(f"{name}.{leaf}", param, loaded[leaf], module)
+    try:
+        for module, leaf, param in live:
+            module._parameters[leaf] = made[id(param)]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, leaf, param in live:
+            module._parameters[leaf] = param
+
+
+def _as_loaded(name: str, param: nn.Parameter, loaded: Tensor, module: nn.Module) -> Tensor:
+    """A parameter with the memory of `param` and the class and attributes of `loaded`, which is on meta."""
+    for what, was, now in (
+        ("dtype", loaded.dtype, param.dtype),
+        ("shape", list(loaded.shape), list(param.shape)),
+        ("strides", loaded.stride(), param.stride()),
+    ):
+        if was != now:
+            raise UnsupportedWeights(
+                f"{name} was loaded with {what} {was}, and this engine reads it with {now}: what a checkpoint fills is "
+                "not what its kernels read"
+            )
+    made = param.detach()
+    made.__class__ = loaded.__class__
+    made.__dict__ = loaded.__dict__.copy()  # pyright: ignore[reportAttributeAccessIssue]
+    return restore_layer_refs(made, module)

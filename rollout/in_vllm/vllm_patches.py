@@ -7,7 +7,7 @@
                                              adapters depend on the batch. Until vLLM's kernels keep what the variable
                                              promises.
     send_logprobs_together        both       tokens/s: the log-probabilities of a step leave the engine's process as
-                                             three arrays (logprob_rows.py). Until vLLM does not send three per request.
+                                             three arrays. Until vLLM does not send three per request.
     watch_outputs                 both       correctness: the engine's client gives each request its own log-
                                              probabilities again, and shows outputs to a listener before vLLM handles
                                              them. Until outputs carry the version of the weights, or a listener can be
@@ -25,7 +25,7 @@
 one, send_logprobs_together on the process that is forked for an engine (a spawned one goes without), the next two on
 the objects of one engine; the last three run in a process that computes nothing (rollout/layouts/). Why none of them
 buys seconds of a start: docs/decisions/0035. While a layout is recorded, two more modules swap attributes of a model
-and put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA
+and put them back: post_load.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA
 wrappers).
 
 Owns: this list, and these changes. Does not own when they are made: each is one call, made by the code that needs it.
@@ -37,14 +37,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.rollout.errors import EngineError
-from slipstream.rollout.in_vllm.logprob_rows import gather, row_of_request, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +115,13 @@ def keep_batch_invariance() -> None:
 @contextlib.contextmanager
 def send_logprobs_together() -> Iterator[None]:
     """While the block runs, and in what is forked in it, an engine sends the log-probabilities of a step together. Its
-    client must `watch_outputs`."""
+    client must `watch_outputs`, which gives each output its own rows, as if vLLM had sent them so.
+
+    vLLM sends the id, the log-probability and the rank of each request's token as numpy arrays of one number, and
+    encodes and decodes each of them by itself. With a thousand requests that is most of what a step costs the two
+    processes beside scheduling, and an EngineCore with so many requests waits for Python, not for its GPU
+    (docs/measurements.md).
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import LogprobsLists
 
@@ -132,6 +138,61 @@ def send_logprobs_together() -> Iterator[None]:
         replaced(Scheduler, {"update_from_output": update_from_output}),
     ):
         yield
+
+
+class Rows(NamedTuple):
+    """Some rows of a step's log-probabilities."""
+
+    step: Any
+    """vLLM's LogprobsLists."""
+    start: int
+    end: int
+
+
+def row_of_request(step: Any, request: int, num_tokens: int) -> Rows:
+    """Instead of LogprobsLists.slice_request: which rows are the request's, without cutting arrays.
+
+    Args:
+        step: vLLM's LogprobsLists: what the step sampled for all its requests.
+        request: The request's place in the step.
+        num_tokens: How many tokens it got.
+    """
+    starts = step.cu_num_generated_tokens
+    start = request if starts is None else starts[request]
+    return Rows(step, start, start + num_tokens)
+
+
+def gather(outputs: Sequence[Any]) -> None:
+    """Move the rows of all outputs into the first that has any, whose cu_num_generated_tokens says where the rows of
+    each output end, from 0 on. (vLLM itself never sends that field.)
+
+    Args:
+        outputs: vLLM's EngineCoreOutput of one step, in the order in which they are sent; their rows are Rows.
+    """
+    first, indices, ends = None, [], [0]
+    for output in outputs:
+        rows = output.new_logprobs
+        if rows is not None:
+            first = output if first is None else first
+            indices += range(rows.start, rows.end)
+        ends.append(len(indices))
+    if first is None:
+        return
+    ids, logprobs, ranks, _ = step = first.new_logprobs.step
+    for output in outputs:
+        output.new_logprobs = None
+    first.new_logprobs = type(step)(ids[indices], logprobs[indices], ranks[indices], ends)
+
+
+def spread(outputs: Sequence[Any]) -> None:
+    """Give each output its own rows; nothing changes where `gather` did not run."""
+    sent = next((output.new_logprobs for output in outputs if output.new_logprobs is not None), None)
+    if sent is None or sent.cu_num_generated_tokens is None:
+        return
+    ids, logprobs, ranks, ends = sent
+    for output, (start, end) in zip(outputs, itertools.pairwise(ends), strict=True):
+        mine = slice(start, end)
+        output.new_logprobs = None if start == end else type(sent)(ids[mine], logprobs[mine], ranks[mine], None)
 
 
 def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:

@@ -23,8 +23,7 @@ from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.schema import TransportKind
 from slipstream.rollout.in_vllm.activations import ActivationRecorder
 from slipstream.rollout.in_vllm.adapter_slots import own_stream, slot_receivers, without_adapters
-from slipstream.rollout.in_vllm.load_time import load_time_parameters
-from slipstream.rollout.in_vllm.post_load import Forms, refuse_unwritable
+from slipstream.rollout.in_vllm.post_load import Forms, load_time_parameters, refuse_unwritable
 from slipstream.rollout.receivers import Receivers, SlotReceivers
 from slipstream.weight_sync.calls.server import serve_in_thread
 from slipstream.weight_sync.calls.verbs import Verb, verbs_of

@@ -1,14 +1,20 @@
-"""Gives the destination layouts of an engine that does not run: recorded once, without a GPU, then kept in a cache.
+"""The destination layouts of engines, kept on this node: of one that does not run, and the digests of those that ran.
 
     (hf_config, engine version, tp_size, expert parallel, dtype, kind of device)  --sha256-->  a file of the cache
          |  not there
          v
     python -m slipstream.rollout.layouts       builds the engine's model class on meta, rank by rank, records its loader
 
-Owns: the cache, and starting the process that fills it. Does not own: the recording (meta_engine.py, which imports
-vLLM). Invariant: equal keys have equal layouts, so a cached file is never out of date.
+    first engine that runs    records every layer (5 s of a core with 18,867 tensors), --digest per rank-->   a file
+    later ones                record two layers of each kind, derive the others, and compare digests; record every layer
+                              if they differ (in_vllm/worker_extension.py)
+
+Owns: these files and their names, and starting the process without an engine. Does not own: the recordings
+(meta_engine.py, which imports vLLM, and worker_extension.py). Invariant: equal keys have equal layouts, recorded layer
+by layer where a digest is kept. A file that is damaged or missing costs the time of a recording, nothing else.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -30,6 +36,7 @@ from slipstream.rollout.die_with_owner import OWNER_VARIABLE
 from slipstream.rollout.engine.engine_options import engine_environment
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.node_cache import cache_folder, keep
+from slipstream.rollout.types import WorkerOptions
 from slipstream.weight_sync.layout import DestLayout, TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 
@@ -175,3 +182,32 @@ def _keep(file: Path, data: bytes) -> None:
         keep(file, data)
     except OSError as e:
         logger.warning("the recorded layout is not kept: %s", e)
+
+
+class ExpectedLayouts:
+    """The digests that one engine's ranks are told before they describe their layouts."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        config, tensors = options.config, [[meta.name, list(meta.shape), meta.dtype] for meta in options.tensors]
+        kind = str(options.dtype), str(options.device), config.tp_size, config.enable_expert_parallel
+        changes_it = json.dumps([tensors, *kind, engine_version()])
+        name = hashlib.sha256(changes_it.encode()).hexdigest()
+        self._file = cache_folder() / "layouts" / f"{name}.digests"
+        self._known: list[str] = []
+
+    def digests(self) -> list[str]:
+        """layouts_digest() of each rank of a former engine; empty if there was none, or its file cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(self._file.read_bytes())
+            if isinstance(found, list) and all(isinstance(digest, str) for digest in found):
+                self._known = found
+        return self._known
+
+    def keep(self, found: Sequence[str]) -> None:
+        """Let later engines know what this one has found."""
+        if list(found) == self._known:
+            return
+        try:
+            keep(self._file, json.dumps(list(found)).encode())
+        except OSError as error:
+            logger.warning("later engines record the whole layout again: %s cannot be written: %s", self._file, error)

@@ -22,7 +22,7 @@ from slipstream.rollout.engine.engine_options import (
     compile_cache,
     engine_environment,
 )
-from slipstream.rollout.engine.start_failure import cause_in
+from slipstream.rollout.engine.start_log import cause_in
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.served.client import ServedEngine
 from slipstream.rollout.served.vllm_plugin import BACKEND

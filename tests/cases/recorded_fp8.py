@@ -52,8 +52,7 @@ def compare(case: str, folder: Path) -> None:
 
     from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
     from slipstream.rollout.engine.engine_options import engine_arguments
-    from slipstream.rollout.in_vllm.load_time import load_time_parameters
-    from slipstream.rollout.in_vllm.post_load import Forms
+    from slipstream.rollout.in_vllm.post_load import Forms, load_time_parameters
     from slipstream.rollout.layouts.meta_engine import as_rank
     from slipstream.rollout.types import EngineOptions
     from slipstream.weight_sync.layout import PostLoad, TensorMeta

@@ -26,11 +26,10 @@ from fakes.vllm_oracle import vllm_loads
 from slipstream.conf.schema import PauseMode, RolloutConfig, RunConfig, SamplingConfig
 from slipstream.rollout.agents.episode_runner import EpisodeRunner
 from slipstream.rollout.branches import branches_of
-from slipstream.rollout.engine.start_failure import OutputSince
-from slipstream.rollout.engine.start_phase import CONFIG, phase_in
+from slipstream.rollout.engine.start_log import CONFIG, OutputSince, phase_in
 from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
 from slipstream.rollout.in_vllm import vllm_patches
-from slipstream.rollout.in_vllm.logprob_rows import spread
+from slipstream.rollout.in_vllm.vllm_patches import spread
 from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.weight_sync.errors import IntegrityError
 from slipstream.weight_sync.publish.report import PublishReport

@@ -12,8 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from slipstream.rollout.in_vllm.logprob_rows import spread
-from slipstream.rollout.in_vllm.vllm_patches import send_logprobs_together
+from slipstream.rollout.in_vllm.vllm_patches import send_logprobs_together, spread
 
 REQUESTS = 100
 

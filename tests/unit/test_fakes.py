@@ -21,7 +21,7 @@ from slipstream.orchestrator.push.sender_process import RankProcess
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
 from slipstream.rollout.agents.episode_runner import EpisodeRunner
 from slipstream.rollout.base_replica import BaseReplica
-from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.rollout.engine.engine import Engine
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.rewards.runner import RewardRunner
 from slipstream.rollout.served.client import ServedEngine
@@ -42,7 +42,7 @@ PAIRS = [
     (RolloutHandle, FakeWorker),
     (RolloutHandle, RayRolloutWorker),
     (WorkerVerbs, RolloutWorker),
-    (EngineWithSlots, VllmEngine),
+    (Engine, VllmEngine),
     (Stream, FakePrompts),
     (Stream, Shuffled),
     (Stream, Streamed),

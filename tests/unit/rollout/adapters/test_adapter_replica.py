@@ -3,6 +3,7 @@ asked of an engine before its first adapter.
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 from slipstream.conf.schema import PauseMode, SamplingConfig, SyncMode, WeightSyncConfig
 from slipstream.rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica, kind_of, last_of_kind
 from slipstream.rollout.errors import EngineDied, EngineError
-from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, Adapter, Rollout, Routes
+from slipstream.weight_sync.calls.verbs import Verb
 from slipstream.weight_sync.layout import Binding, DestLayout, Param
 from slipstream.weight_sync.replica.messages import EngineRank
 from slipstream.weight_sync.typed_msgpack import Sent
@@ -132,12 +133,9 @@ class ProbedEngine:
         self.acting = acting
         self.holds = ["old"] * len(acting)
 
-    async def ask(self, limit_s: float, verb: Any, *arguments: Any) -> list[Any]:
-        assert verb is SlotReceivers.fill
-        slot, noisy, _ = arguments
-        assert len({kind_of(name) for name in noisy}) <= 1
+    async def call(self, verb: Verb, slot: int, noisy: Sequence[str], seed: int) -> None:
+        assert verb.name == "fill" and len({kind_of(name) for name in noisy}) <= 1
         self.holds[slot] = kind_of(noisy[0]) if noisy else ""
-        return []
 
     async def next_logprobs(self, token_ids: Any, adapter: Adapter) -> dict[int, float]:
         kind = self.holds[adapter.slot]
@@ -149,7 +147,7 @@ def before_its_first_adapter(acting: list[set[str]]) -> tuple[AdapterReplica, Pr
     names = ("model.layers.0.self_attn.o_proj.lora_a.0", "model.layers.0.mlp.experts.w2_lora_a.0")
     layout = DestLayout(0, tuple(Param(name, (2,), "float32") for name in names), ())
     rank = EngineRank(Sent(layout), Binding("", {}), "tcp")
-    return AdapterReplica(engine, [rank], engine, len(acting), WeightSyncConfig(), lambda: True), engine
+    return AdapterReplica(engine, [rank], [engine], len(acting), WeightSyncConfig(), lambda: True), engine
 
 
 async def probe(acting: list[set[str]]) -> ProbedEngine:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import pytest
 
-from slipstream.rollout.adapters.slot_ranks import SlotRanks
+from slipstream.rollout.adapters.adapter_replica import ask_all
 from slipstream.rollout.errors import EngineDied, EngineError
+from slipstream.rollout.worker_verbs import EngineConnection
 from slipstream.weight_sync.calls.loop_thread import SWITCH_S
 from slipstream.weight_sync.calls.server import serve_in_thread
 from slipstream.weight_sync.errors import IntegrityError
@@ -61,20 +62,23 @@ class Rank:
 
 
 @contextlib.asynccontextmanager
-async def asking(*ranks: Any) -> AsyncIterator[SlotRanks]:
+async def asking(*ranks: Any) -> AsyncIterator[list[EngineConnection]]:
     addresses = [serve_in_thread(rank, KEY, Verbs, contextlib.nullcontext) for rank in ranks]
-    asked = SlotRanks(addresses, KEY)
+    asked = [EngineConnection(address, KEY) for address in addresses]
     try:
         yield asked
     finally:
-        asked.close()
+        for connection in asked:
+            connection.close()
 
 
 async def test_a_call_reaches_every_rank_and_returns_by_rank():
     async with asking(Rank(0), Rank(1), Rank(2)) as ranks:
-        assert await ranks.ask(LIMIT_S, Verbs.add, 10, data=b"x") == [(10 + rank, b"x", "Verbs") for rank in range(3)]
+        assert await ask_all(ranks, LIMIT_S, Verbs.add, 10, data=b"x") == [
+            (10 + rank, b"x", "Verbs") for rank in range(3)
+        ]
         with pytest.raises(EngineError, match="add failed with ValidationError: Expected `int`, got `str`"):
-            await ranks.ask(LIMIT_S, Verbs.add, "ten", b"x")
+            await ask_all(ranks, LIMIT_S, Verbs.add, "ten", b"x")
 
 
 @pytest.mark.parametrize(
@@ -84,8 +88,8 @@ async def test_a_call_reaches_every_rank_and_returns_by_rank():
 async def test_an_error_arrives_as_its_own_class_and_the_thread_goes_on(how: int, arrives: Any, says: str):
     async with asking(Rank()) as ranks:
         with pytest.raises(arrives, match=says):
-            await ranks.ask(LIMIT_S, Verbs.fail, how)
-        assert await ranks.ask(LIMIT_S, Verbs.say, "on") == ["on"]
+            await ask_all(ranks, LIMIT_S, Verbs.fail, how)
+        assert await ask_all(ranks, LIMIT_S, Verbs.say, "on") == ["on"]
 
 
 async def test_the_first_ranks_error_is_raised():
@@ -94,7 +98,7 @@ async def test_the_first_ranks_error_is_raised():
 
     async with asking(Rank(), Another()) as ranks:
         with pytest.raises(IntegrityError, match=r"^a bit$"):
-            await ranks.ask(LIMIT_S, Verbs.fail, 0)
+            await ask_all(ranks, LIMIT_S, Verbs.fail, 0)
 
 
 async def test_a_rank_that_is_late_is_not_waited_for_and_its_late_answer_is_not_taken_for_another():
@@ -103,9 +107,9 @@ async def test_a_rank_that_is_late_is_not_waited_for_and_its_late_answer_is_not_
     async with asking(rank) as ranks:
         began = time.monotonic()
         with pytest.raises(EngineDied, match=r"did not answer stall within 0\.1 s"):
-            await ranks.ask(0.1, Verbs.stall)
+            await ask_all(ranks, 0.1, Verbs.stall)
         assert time.monotonic() - began < LIMIT_S
-        both = asyncio.gather(*(ranks.ask(LIMIT_S, Verbs.say, who) for who in ("this", "that")))
+        both = asyncio.gather(*(ask_all(ranks, LIMIT_S, Verbs.say, who) for who in ("this", "that")))
         await asyncio.sleep(0)  # both have begun
         rank.go_on.set()
         assert await both == [["this"], ["that"]]
@@ -122,24 +126,24 @@ async def test_the_death_of_the_engine_ends_a_call_at_once():
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=serve, args=(sender,), daemon=True)
     process.start()
-    ranks = SlotRanks([await asyncio.to_thread(receiver.recv)], KEY)
+    ranks = [EngineConnection(await asyncio.to_thread(receiver.recv), KEY)]
     try:
-        waits = asyncio.create_task(ranks.ask(600, Verbs.stall))
+        waits = asyncio.create_task(ask_all(ranks, 600, Verbs.stall))
         await asyncio.sleep(0.2)
         process.kill()
-        for call in (waits, ranks.ask(600, Verbs.say, "")):
+        for call in (waits, ask_all(ranks, 600, Verbs.say, "")):
             with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
                 await asyncio.wait_for(call, LIMIT_S)
     finally:
-        ranks.close()
+        ranks[0].close()
         process.join()
 
 
 async def test_who_does_not_know_the_runs_key_is_not_answered():
     address = serve_in_thread(Rank(), KEY, Verbs, contextlib.nullcontext)
-    stranger = SlotRanks([address], b"o" * 32)
+    stranger = EngineConnection(address, b"o" * 32)
     with pytest.raises(EngineDied):
-        await stranger.ask(1.0, Verbs.say, "")
+        await ask_all([stranger], 1.0, Verbs.say, "")
     stranger.close()
 
 
@@ -149,7 +153,7 @@ async def test_the_engine_gives_way_to_a_call_before_it_is_known_and_after_other
     try:
         async with asking(Rank()) as ranks:
             assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
-            assert await ranks.ask(LIMIT_S, Verbs.interval) == [pytest.approx(SWITCH_S)]
+            assert await ask_all(ranks, LIMIT_S, Verbs.interval) == [pytest.approx(SWITCH_S)]
             assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     finally:
         sys.setswitchinterval(usual_s)

@@ -23,13 +23,13 @@ from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.crash_reports import PARENT_VARIABLE
 from slipstream.rollout.engine import engine_options
 from slipstream.rollout.engine.engine_options import (
+    cache_bytes,
     capture_sizes,
     engine_arguments,
     engine_environment,
     known_arguments,
     warm_up_lengths,
 )
-from slipstream.rollout.engine.shared_gpu import cache_bytes
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.engine.vllm_process import VllmProcess
 from slipstream.rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class

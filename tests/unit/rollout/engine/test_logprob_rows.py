@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import given, strategies as st
 
-from slipstream.rollout.in_vllm.logprob_rows import gather, row_of_request, spread
+from slipstream.rollout.in_vllm.vllm_patches import gather, row_of_request, spread
 
 
 class Lists(NamedTuple):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.engine.same_path import same_path
+from slipstream.rollout.node_cache import same_path
 
 
 def model(folder: Path, config: str) -> Path:

@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.conf.schema import Device, DType, RolloutConfig
 from slipstream.rollout.crash_reports import PARENT_VARIABLE
-from slipstream.rollout.engine.start_failure import OutputSince, cause_in
+from slipstream.rollout.engine.start_log import OutputSince, cause_in
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.engine.vllm_process import VllmProcess
 from slipstream.rollout.errors import EngineDied, EngineError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
-from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
+from slipstream.rollout.layouts.offline_layout import ExpectedLayouts
 from slipstream.rollout.types import WorkerOptions
 from slipstream.weight_sync.layout import TensorMeta
 

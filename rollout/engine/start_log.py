@@ -1,9 +1,10 @@
-"""Finds out why an engine did not come up, from what its processes wrote before they ended.
+"""What an engine's processes write while it starts: what it is doing, and why it did not come up.
 
 An engine fails in a process of its own, which writes the reason and ends. The process that waits for it gets only the
 error "See root cause above".
-Owns: reading what was written where stdout and stderr are files, and choosing the line that gives the reason. Does not
-own these files (they are Ray's, or a served engine's log).
+Owns: reading what was written where stdout and stderr are files, the lines of vLLM's log that begin a phase (0.25.1 and
+0.32 write them at their default level; where the log is silent the phase stays `CONFIG`), and the line that gives the
+reason. Does not own these files (they are Ray's, or a served engine's log).
 """
 
 import os
@@ -19,6 +20,19 @@ REFERRAL = "root cause"
 """Words in vLLM errors that only refer to another error."""
 _EXIT_BY_SIGNAL = re.compile(r"proc\(s\): .*': (-\d+)")
 """What else they say. Example: "Failed core proc(s): {'EngineCore': -9}"."""
+IMPORTING = "importing vLLM"
+"""Before the engine is started."""
+CONFIG = "reading the model's config"
+"""Before vLLM's first line: the model's class is imported, too."""
+_BEGINS_WITH = (
+    ("Resolved architecture", "starting the engine's process"),
+    ("Initializing a V1 LLM engine", "preparing the device"),
+    ("Starting to load model", "building the model"),
+    ("Model loading took", "compiling, and measuring memory"),
+    ("Available KV cache memory", "warming up kernels and capturing CUDA graphs"),
+    ("init engine (profile", "answering"),
+)
+"""(words of a line, the phase that begins with it), in the order in which a start comes to them."""
 
 
 def cause_in(log: str) -> str:
@@ -49,6 +63,11 @@ def why_it_failed(error: Exception, log: str) -> str:
     if killed := _EXIT_BY_SIGNAL.search(told):
         return f"its process {how_it_ended(int(killed[1]))}"
     return f"{told}; the engine's process said: {cause_in(log)}" if log.strip() else told
+
+
+def phase_in(log: str) -> str:
+    """The latest phase of which the first line is there."""
+    return next((phase for words, phase in reversed(_BEGINS_WITH) if words in log), CONFIG)
 
 
 class OutputSince:
