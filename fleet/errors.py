@@ -1,11 +1,5 @@
-"""Errors of the fleet. Each is also a stdlib class, and is built from one message so that it unpickles anywhere.
-
-SlipstreamError
-  FleetError
-    WaitTimeout(TimeoutError)      something awaited did not come within its deadline
-    FleetRefusal(ValueError)       workers cannot come or go as was asked
-    NoReplicasLeft(RuntimeError)   every rollout worker is out of service
-"""
+"""Errors of the fleet, all below FleetError. Each is also a stdlib class, and is built from one message so that it
+unpickles anywhere."""
 
 from slipstream.conf.errors import SlipstreamError
 

@@ -2,10 +2,9 @@
 
     {"time": 1767225600.2, "worker": 1, "name": "rollout-1.1", "event": "serving", "down_s": 14.8}
 
-Owns: the events (`FleetEvent`), their form, and the regular questions for tokens. Does not own: when something happens
-(supervisor.py), or what a worker notes of its own start (rollout.worker).
-Invariants: a row has the time at which its event happened, in seconds since 1970. Rows of a start are written when the
-worker is up, so the file is not in order of time. `time` of a worker's own events is by the clock of its machine.
+Owns: the events, their form, and the regular questions for tokens. Does not own: when something happens (roster.py).
+Invariants: a row has the time at which its event happened, in seconds since 1970; of a worker's own events, by the
+clock of its machine. Rows of a start are written when the worker is up, so the file is not in order of time.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ class FleetEvent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """One event. Example: FleetRow(1767225600.2, 1, "rollout-1.1", FleetEvent.serving, {"down_s": 14.8})."""
+    """One event."""
 
     time: float
     worker: int
@@ -79,10 +78,8 @@ class FleetLog:
 
 
 async def count_tokens(replicas: Collection[Replica], log: FleetLog, *, every_s: float = COUNT_EVERY_S) -> None:
-    """Ask every replica in service how many tokens it has sampled, again and again until cancelled.
-
-    A worker is asked again only after it has answered: a hanging one has one open question, and no row.
-    """
+    """Ask every replica in service how many tokens it has sampled, again and again until cancelled. A worker is asked
+    again only after it has answered: a hanging one has one open question, and no row."""
     asked: dict[str, tuple[int, asyncio.Future[Progress]]] = {}
     begun: set[str] = set()
     try:

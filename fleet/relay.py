@@ -8,12 +8,11 @@ A replica reads as it does in a recovery (docs/decisions/0009). The peer's offer
 is adopted.
 
 Owns: which replicas are written, which read from which, and what a failure of either costs the others. Does not own:
-the writes (the trainer), the read and its proof (rollout.worker, weight_sync.replica.recovery), links that stay open
-and who serves afterwards (supervisor).
+the writes (the trainer), the read and its proof (weight_sync.replica.recovery), and who serves afterwards (supervisor).
 Invariants: in one publish a replica is written once or reads once, never both. A primary that does not commit, or is
 gone before it was read, is replaced in the same publish by the node's next replica, which nobody has touched. A read
-that fails costs its reader alone. Every call has a deadline, and every round takes a replica of each node that goes on:
-a publish ends after as many rounds as a node has replicas.
+that fails costs its reader alone. Every round takes a replica of each node that goes on: a publish ends after as many
+rounds as a node has replicas.
 """
 
 import asyncio
@@ -50,10 +49,8 @@ class _Outcome:
 
 
 def by_node(replicas: Iterable[Replica]) -> dict[str, list[Replica]]:
-    """The replicas that take part in the publish under way, node by node; those that have served come first.
-
-    The first replica of a node is its primary: the same one in every publish, so that the trainer's links stay open.
-    """
+    """The replicas that take part in the publish under way, node by node; those that have served come first. The first
+    of a node is its primary: the same one in every publish, so that the trainer's links stay open."""
     nodes: dict[str, list[Replica]] = {}
     for one in sorted(replicas, key=lambda one: (bool(one.reason), one.place)):
         if one.takes_part:
@@ -62,12 +59,8 @@ def by_node(replicas: Iterable[Replica]) -> dict[str, list[Replica]]:
 
 
 async def publish_by_relay(write: Write, supervisor: Supervisor) -> PublishReport:
-    """Bring one version to every replica that takes part. Failures are in the report.
-
-    Args:
-        write: the trainer's publish.
-        supervisor: has begun the publish (`hold`).
-    """
+    """Bring one version to every replica that takes part. Failures are in the report. The supervisor has begun the
+    publish (`hold`)."""
     replicas = supervisor.roster.replicas.values()
     waiting = list(by_node(replicas).values())
     rounds: list[PublishReport] = []
@@ -123,10 +116,8 @@ async def _pass_on(
 
 
 async def _read(peer: Replica, reader: Replica, supervisor: Supervisor) -> tuple[Pulled, float]:
-    """One replica reads what its peer committed, and serves it.
-
-    The link stays open: closing it takes a second without sampling. The supervisor closes it when the peer dies.
-    """
+    """One replica reads what its peer committed, and serves it. The link stays open until the peer dies: closing it
+    takes a second without sampling."""
     call, source, target = supervisor.starts.call, peer.worker, reader.worker
     with raised_as(_PeerLost, "it committed, and then made no offer: "):
         offers = await call(peer, "offer", source.offer())

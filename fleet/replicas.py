@@ -1,9 +1,8 @@
 """One rollout worker as the controller's process sees it: its calls, its state, and what is noted about it.
 
-Owns: the facts about a worker, and the notes, also those of a publish and of a return. Does not own: its calls
-(rollout/worker_verbs.py), who changes a state and when (roster.py, supervisor.py, starts.py and scaling.py; router.py
-counts what is in flight, relay.py notes links, loop/publication.py whom the trainer has met), who reads from whom in a
-publish (relay.py), or the worker behind the protocol (orchestrator/cluster/ray_handles.py).
+Owns: the facts about a worker. Does not own: its calls (rollout/worker_verbs.py), who changes a state and when
+(roster.py, supervisor.py, starts.py and scaling.py; router.py counts what is in flight, relay.py notes links,
+loop/publication.py whom the trainer has met), or the worker behind the protocol (orchestrator/cluster/ray_handles.py).
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 
 class RolloutHandle(RolloutVerbs, Protocol):
-    """One rollout worker, whose process answers in a run and a fake of a few lines in tests."""
+    """One rollout worker."""
 
     name: str
     endpoint: str
@@ -123,7 +122,7 @@ class Held:
     """Who takes part in a publish that begins."""
 
     exclude: list[int]
-    """Places of the replicas that a publish must not wait for."""
+    """Places of those that do not."""
     joining: list[Replica]
     """Replicas that were started again, which the trainer must meet first."""
 

@@ -44,7 +44,6 @@ class Roster:
 
     @property
     def num_serving(self) -> int:
-        """Replicas that take requests right now."""
         return self.count(ReplicaState.serving)
 
     @property
@@ -137,7 +136,6 @@ class Roster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def count(self, *states: ReplicaState) -> int:
-        """How many are in one of these states."""
         return sum(replica.state in states for replica in self.replicas.values())
 
 

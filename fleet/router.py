@@ -1,11 +1,10 @@
 """Which rollout worker samples the next group, and what a request that fails costs.
 
-Owns: the choice of the least loaded replica, the deadline of a request, and the next try. A worker whose request failed
-leaves service, and its group is sampled again on another one. A worker that is told to go, or whose engine has died,
-hands its responses over, and another one samples the rest. A group that a worker keeps for a controller that is gone is
-asked of that worker. Does not own: the state of a replica and who may serve (supervisor), when a group is sampled
-(loop/sampler.py).
-Invariant: a request goes only to a replica that serves.
+A worker whose request failed leaves service, and its group is sampled again on another one. A worker that is told to
+go, or whose engine has died, hands its responses over, and another one samples the rest. A group that a worker keeps
+for a controller that is gone is asked of that worker. Owns: whom to ask, the deadline of a request, and the next try.
+Does not own: who may serve (supervisor), when a group is sampled (loop/sampler.py). Invariant: a request goes only to a
+replica that serves.
 """
 
 import asyncio
@@ -58,16 +57,9 @@ class Router:
     async def generate_group(
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
     ) -> list[Rollout]:
-        """Sample a group on the least loaded serving replica; on another one when that fails.
-
-        Args:
-            sampling: used instead of rollout.sampling, for evaluations.
-            version: sample from this one where keep_version() has kept it.
-
-        Raises:
-            NoReplicasLeft: every replica is out. It comes at last, because each failure takes a replica out of service
-                and each replica has a number of restarts.
-        """
+        """Sample a group on the least loaded serving replica; on another one when that fails. Arguments as of
+        RolloutVerbs. Raises NoReplicasLeft when every replica is out, which comes at last: each failure takes a replica
+        out of service, and each has a number of restarts."""
         so_far: list[Rollout] = []
         while True:
             replica = await self._supervisor.roster.least_loaded()
@@ -104,12 +96,8 @@ class Router:
         return rollout
 
     async def keep_version(self, version: int | None) -> int:
-        """Let every serving replica keep its newest version, if it is this one; None: let them keep nothing.
-
-        Returns:
-            How many keep it. Those with merged weights cannot. One that fails here stays in service: sampling will
-            tell.
-        """
+        """Let every serving replica keep its newest version, if it is this one; None: let them keep nothing. Returns
+        how many keep it: those with merged weights cannot. One that fails here stays in service: sampling will tell."""
         kept = await self._answers(
             lambda worker: worker.keep_version(version), f"about version {version}", ReplicaState.serving
         )
@@ -151,10 +139,8 @@ class Router:
         return found
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
-        """Score one sequence on the least loaded serving replica; None when none serves, or another version.
-
-        One try: a replica that fails here stays in service, because sampling will tell.
-        """
+        """Score one sequence on the least loaded serving replica; None when none serves, or another version. One try: a
+        replica that fails here stays in service."""
         if self._supervisor.roster.num_serving == 0:
             return None
         replica = await self._supervisor.roster.least_loaded()

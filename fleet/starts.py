@@ -7,7 +7,7 @@
     pending: no healthy peer, or the version moved in every try; the next publish fills it
 
 Owns: the tries of a start, whom a worker reads from, and the links that readers keep. Does not own: which worker is
-started and why (supervisor.py after a failure, scaling.py), nor its processes (`restart` is handed in).
+started and why (supervisor.py, scaling.py), nor its processes (`restart` is handed in).
 Invariant: publishes leave out replicas that are `starting` or `recovering`, so the trainer neither takes part in a
 recovery nor waits for one. What was read while the version moved is worthless; that is noticed here (num_publishes) and
 at the peer (its epoch). The replica then reads again as soon as that publish is over, sooner than the next one by most

@@ -1,8 +1,8 @@
 """Which rollout workers serve: before, during and after a publish, and when one has failed.
 
-Owns: what a publish, a failure and a user's wish do to a replica's state. Does not own: the states themselves
-(roster.py), requests (router.py), publishing (loop/publication.py calls `hold` before and `settle` after), how a worker
-is started and filled (starts.py), nor how workers come and go (scaling.py).
+Owns: what a publish (loop/publication.py calls `hold` before and `settle` after), a failure and a user's wish do to a
+replica's state. Does not own: the states themselves (roster.py), requests (router.py), how a worker is started and
+filled (starts.py), nor how workers come and go (scaling.py).
 Invariant: a replica serves only while it holds the newest published version, committed; in adapter mode, where
 replicas go on serving during a publish, while it has missed at most `max_missed_publishes`.
 

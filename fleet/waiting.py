@@ -1,9 +1,4 @@
-"""The one way this package waits: with a deadline, and saying every 30 seconds what for.
-
-Owns: `wait_for`, `together`, `all_started`, `in_abandoned_thread`, `finish_first`, `last_attempt`. Does not own: what
-is awaited, nor what a caller does about a timeout.
-Invariant: every wait of the controller has a deadline and says what it waits for.
-"""
+"""How the controller waits: with a deadline, and saying every 30 seconds what for."""
 
 import asyncio
 import logging
@@ -31,16 +26,13 @@ async def wait_for(
     progress: Callable[[], int] | None = None,
     say_every_s: float = SAY_EVERY_S,
 ) -> T:
-    """Await with a deadline and a line in the log every `say_every_s`.
+    """Await with a deadline and a line in the log every `say_every_s`. Raises WaitTimeout, naming what was waited for.
 
     Args:
         awaitable: cancelled when the deadline passes or the caller is cancelled.
         what: completes the sentence "waited for ..."; a function when it changes (who is late).
         timeout_s: the deadline, counted from the start or from the last progress.
         progress: a counter; whenever it has grown the deadline starts again.
-
-    Raises:
-        WaitTimeout: naming what was waited for and how long.
     """
     task, now = asyncio.ensure_future(awaitable), asyncio.get_running_loop().time
     started = since = now()

@@ -11,9 +11,8 @@
     release      every rank closes its link to the peer
 
 Owns: the order of these steps, and the endpoint at which publishers make theirs. Does not own: who samples when
-(worker.py), adapter slots (adapters/adapter_replica.py), the proof of the bytes (`weight_sync.replica.receiver`, in the
-engine's processes) nor the order of a publisher's calls (`endpoint.py`, which calls the handler methods
-below one at a time).
+(worker.py), the proof of the bytes (`weight_sync.replica.receiver`, in the engine's processes) nor the order of a
+publisher's calls (`endpoint.py`, which calls the handler methods below one at a time).
 Invariant: `serving` is set only while every rank holds one committed version.
 """
 
@@ -38,14 +37,8 @@ CALL_SLACK_S = 5.0
 
 
 class BaseReplica(ReplicaHandler):
-    """A publisher's calls over an engine's own weights.
-
-    Args:
-        engine: Need not be started yet.
-        config: Pause mode and deadline.
-        key: The run's key, shared with the publisher.
-        host: Address at which trainer ranks reach this worker.
-    """
+    """See the module's docstring. The engine need not be started yet; `host` is where trainer ranks reach this
+    worker."""
 
     def __init__(self, engine: Engine, config: WeightSyncConfig, key: bytes, host: str) -> None:
         self.config = config

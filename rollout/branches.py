@@ -1,7 +1,6 @@
 """The token sequences of a rollout, as the trainer takes them: one response, or the branches of an agent's episode.
 
-Owns: how turns that go on from each other are put together. Does not own: why a turn goes on from another one
-(rollout/agents/token_tree.py), nor what a sequence is worth (orchestrator/loop/advantages.py). Pure.
+Owns: how turns that go on from each other are put together. Does not own: why one does (rollout/agents/token_tree.py).
 Invariants: a sequence is what the engine was given and what it sampled, id for id: a turn's prompt is stored as its
 parent and the tokens after that, so it cannot differ from them. Every sampled token counts in one sequence exactly.
 
@@ -64,11 +63,7 @@ def branches_of(prompt: Prompt, rollout: Rollout) -> list[Branch]:
 
 
 def context_of(turns: Mapping[int, tuple[int | None, Sequence[int]]], last: int | None) -> list[int]:
-    """All tokens up to the end of turn `last`; none for None.
-
-    Args:
-        turns: Number -> (parent, given and sampled tokens).
-    """
+    """All tokens up to the end of turn `last`; none for None. `turns`: number -> (parent, given and sampled tokens)."""
     parts: list[Sequence[int]] = []
     while last is not None:
         parent, tokens = turns[last]

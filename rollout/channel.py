@@ -4,8 +4,8 @@
     a rank of a push             orchestrator/push/           a rollout worker        rollout/worker_process.py
     who wants a worker forked, and the server that forks it      rollout/in_vllm/fork_server.py
 
-Owns the framing and the limit on a message's size. Does not own what a message says. What the user's code writes to its
-end must stay data: reading it runs nothing, and a message that is too long ends the connection.
+Owns the framing and the limit on a message's size. What the user's code writes to its end must stay data: reading it
+runs nothing, and a message that is too long ends the connection.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ class Garbled(Disconnected):
 
 
 class Channel:
-    """One end of a connection, in an event loop.
-
-    Args:
-        max_bytes: A message that announces more ends the connection.
-    """
+    """One end of a connection, in an event loop. A message that announces more than `max_bytes` ends the connection."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, max_bytes: int = MAX_BYTES
@@ -72,11 +68,7 @@ class Channel:
             return
 
     async def receive(self) -> Any:
-        """Wait for one message.
-
-        Raises:
-            Disconnected: There will be no further one.
-        """
+        """Wait for one message. Raises Disconnected if there will be no further one."""
         try:
             (num_bytes,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             if num_bytes > self._max_bytes:

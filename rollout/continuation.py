@@ -3,7 +3,7 @@
     a request ends as ABORTED, with the tokens that it has     (Engine.abort_version, Engine.abort_all)
     another one gets prompt and tokens as its prompt, and samples the rest      (`go_on`)
 
-Owns: what the second request asks, and how the two become one response. Does not own who ends the first one, and why
+Owns: what the second request asks, and how the two become one response. Does not own who ends the first one
 (adapters/adapter_replica.py, worker.py), nor who samples the rest (fleet/router.py).
 Invariant: tokens that stay keep the log-probability and the version with which they were sampled.
 """
@@ -42,15 +42,8 @@ async def go_on_together(
 async def go_on(
     token_ids: Sequence[int], so_far: Rollout, sampling: SamplingConfig, seed: int | None, sample: Sample
 ) -> Rollout:
-    """Sample the rest of a response that was ended; one that has come to its own end is returned as it is.
-
-    Args:
-        token_ids: The prompt.
-        so_far: The response.
-        sampling: Of the whole response.
-        seed: Of the response; None: the engine's own random numbers.
-        sample: Samples the rest.
-    """
+    """Sample the rest of a response that was ended, by `sample`; one that has come to its own end is returned as it is.
+    `token_ids` is the prompt; `sampling` and `seed` are of the whole response."""
     if so_far.finish_reason != ABORTED:
         return so_far
     so_far = without_half_a_stop(so_far, sampling.stop)

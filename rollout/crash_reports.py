@@ -5,8 +5,8 @@
     processes that it starts      report_beside_parent(): folder / "rollout-0-EngineCore.txt"
     whoever notices the end       death_in(folder / "trainer-1"): a sentence for people, from the file
 
-Owns: these files and how they are read. Does not own: who starts which process, nor how an end is noticed. A process
-that was ended by SIGKILL leaves no word. Invariant: a folder that cannot be written keeps no process from its work.
+Owns: these files and how they are read. A process that was ended by SIGKILL leaves no word. Invariant: a folder that
+cannot be written keeps no process from its work.
 """
 
 import contextlib

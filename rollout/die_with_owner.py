@@ -21,12 +21,9 @@ _watches: set[tuple[int, int]] = set()
 
 
 def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:
-    """End this process by SIGKILL as soon as process `owner_pid` is gone.
-
-    Args:
-        owner_pid: The owner. If it is this process itself, or was given before, nothing more is watched.
-        also_kill: Processes to kill first: an intermediate parent that does not watch the owner itself.
-    """
+    """End this process by SIGKILL as soon as process `owner_pid` is gone, and before it those of `also_kill`: a parent
+    in between that does not watch the owner itself. If the owner is this process, or was given before, nothing is
+    done."""
     if owner_pid == os.getpid() or (os.getpid(), owner_pid) in _watches:
         return
     _watches.add((os.getpid(), owner_pid))

@@ -14,8 +14,7 @@
           SlotsBusy                        requests of older versions read every adapter slot
         ReplicaNotServing(ReplicaDirty)    asked to sample while the weights are not of one committed version
 
-The user can repair what raises DataError, RewardError and AgentError: the message says what to change. Each class is
-built from one message, so that it unpickles on the other side of a Ray call.
+Each class is built from one message, so that it unpickles on the other side of a Ray call.
 """
 
 from slipstream.conf.errors import ConfigError, SlipstreamError, named_error

@@ -7,8 +7,8 @@
 It asks for every group that its predecessor had not trained on: those under way, and those that waited for their step
 (docs/decisions/0042). Engines went on with them meanwhile.
 
-Owns: what is kept, how long, and who gets it. Does not own: sampling (worker.py), when another controller is there
-(weight_sync/calls/server.py), or which worker it asks (fleet/router.py).
+Owns: what is kept, how long, and who gets it. Does not own: when another controller is there (weight_sync/calls), or
+which worker it asks (fleet/router.py).
 Invariant: what one controller asked for goes to a later one alone, once, for an equal request, and only while the
 worker has not gone back to an older version.
 """
@@ -30,13 +30,8 @@ _TOKEN_BYTES = 80
 
 
 def bytes_kept(num_versions: int, num_tokens_of_version: int, routing: RoutingShape | None) -> tuple[int, int]:
-    """Memory of what a worker keeps: of so many tokens sampled from each version, and at most.
-
-    Args:
-        num_versions: As of KeptGroups.
-        num_tokens_of_version: Of responses, and with routes of their prompts.
-        routing: What engines record for each token.
-    """
+    """Memory of what a worker keeps: of so many tokens sampled from each version (of responses, and with routes of
+    their prompts), and at most."""
     if num_versions == 0:
         return 0, 0
     routes = 0 if routing is None else len(routing.layers) * routing.top_k * np.dtype(routing.dtype).itemsize
@@ -53,12 +48,8 @@ class _Group:
 
 
 class KeptGroups:
-    """See the module's docstring. All methods belong to one event loop.
-
-    Args:
-        num_versions: A result is kept until so many further versions have been committed; 0: nothing is kept.
-        version: The newest committed version.
-    """
+    """See the module's docstring. A result is kept until `num_versions` further versions have been committed; 0:
+    nothing is kept. All methods belong to one event loop."""
 
     def __init__(self, num_versions: int, version: Callable[[], int]) -> None:
         self._num_versions = num_versions
@@ -73,11 +64,7 @@ class KeptGroups:
         """The version when the last of them left."""
 
     async def sample(self, asked: bytes, sample: Callable[[], Coroutine[Any, Any, list[Rollout]]]) -> list[Rollout]:
-        """What an earlier controller's equal request led to, or else what `sample` returns.
-
-        Args:
-            asked: Tells equal requests from others.
-        """
+        """What an earlier controller's equal request (`asked`) led to, or else what `sample` returns."""
         if self._num_versions == 0:
             return await sample()
         group = self._taken(asked)

@@ -24,11 +24,8 @@ def cache_folder() -> Path:
 
 
 def where_caches_lie() -> Path:
-    """The folder in which vLLM, PyTorch and Slipstream keep what they compile.
-
-    Raises:
-        ConfigError: Nothing can be written there, as in a container whose user has no home.
-    """
+    """The folder in which vLLM, PyTorch and Slipstream keep what they compile. Raises ConfigError if nothing can be
+    written there, as in a container whose user has no home."""
     folder = cache_folder().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

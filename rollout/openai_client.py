@@ -5,8 +5,7 @@
                     +--------------------+
 
 Owns: when a request leaves, when it is asked again, how much of an answer is read. Does not own: what is asked, or what
-an answer means (rollout.rewards.judge, rollout.teacher). The key is read from the environment and sent to the one URL
-only.
+an answer means. The key is read from the environment and sent to the one URL only.
 """
 
 import asyncio
@@ -35,11 +34,7 @@ class NoAnswer(Exception):
 
 
 class Rate:
-    """When requests may leave: evenly, and not while the server asks for patience. Times are seconds of one clock.
-
-    Args:
-        seconds_per_request: Time between two of them; 0: any number at once.
-    """
+    """When requests may leave: evenly (0 s: any number at once), and not while the server asks for patience."""
 
     def __init__(self, seconds_per_request: float) -> None:
         self._seconds_per_request = seconds_per_request
@@ -65,12 +60,10 @@ class OpenAIClient:
 
     Args:
         who: How errors name it, such as "the judge".
-        timeout_option: How errors name the option that sets deadlines.
         base_url: Its address up to /v1.
+        timeout_option: How errors name the option that sets deadlines.
         api_key_env: Environment variable that holds the key; None: none is sent.
-        max_tries: Requests for one answer.
         try_timeout_s: Longest time of one request.
-        seconds_per_request: Time between two requests; 0: any number at once.
         count: Called with "requests" for each request, and with "retries" for each that repeats one.
     """
 
@@ -101,17 +94,8 @@ class OpenAIClient:
         )
 
     async def post(self, path: str, body: JsonObject, deadline: float, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
-        """The answer with status 200, after as many tries as it takes and there is time for.
-
-        Args:
-            path: After the base URL, such as /chat/completions.
-            body: Sent as JSON.
-            deadline: When there is no time left, by time.monotonic().
-            max_bytes: Longest answer.
-
-        Raises:
-            NoAnswer: There is none.
-        """
+        """The answer with status 200, after as many tries as it takes and there is time for until `deadline`, by
+        time.monotonic(). Raises NoAnswer if there is none, or one of more than `max_bytes`."""
         for number in range(1, self._max_tries + 1):
             try:
                 await self._take_turn(deadline)

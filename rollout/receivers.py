@@ -5,9 +5,8 @@
       AdapterReplica  --a socket, while it samples----->   a thread       --> SlotReceivers  adapter slots
 
 Whoever asks names a method of these classes; its annotations say how arguments and result travel. Owns: which receiver
-is meant, and this rank's entry of what is said to all ranks. Does not own: what a Receiver does
-(weight_sync/replica/receiver.py), the order of the steps (base_replica.py, adapters/adapter_replica.py), or what is
-asked once at an engine's start (in_vllm/worker_extension.py).
+is meant, and this rank's entry of what is said to all ranks. Does not own: what a Receiver does, the order of the
+steps, or what is asked once at an engine's start (in_vllm/worker_extension.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,12 +63,7 @@ class Receivers:
 
 
 class SlotReceivers(Receivers):
-    """Those of adapter slots, which can be filled with noise for a probe.
-
-    Args:
-        receivers: By slot.
-        params: Their parameters, by slot.
-    """
+    """Those of adapter slots, which can be filled with noise for a probe. Both arguments are by slot."""
 
     def __init__(self, receivers: Sequence[Receiver], params: Sequence[Mapping[str, Tensor]]) -> None:
         super().__init__(receivers)

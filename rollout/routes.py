@@ -30,22 +30,17 @@ _NOTHING = (
 def read_routes(
     returned: np.ndarray | None, shape: RoutingShape, num_tokens: int, *, was_aborted: bool = False
 ) -> Routes:
-    """The routes of one request.
+    """The routes of one request: of num_tokens - 1 positions. All of them are missing when vLLM returned another number
+    of positions: then nobody knows which is which. One position is missing when a layer names an expert twice, or one
+    that does not exist: a kernel that records nothing leaves zeros.
 
     Args:
         returned: [positions, decoder layers, K] of integers, as vLLM returned it; None: nothing.
-        shape: Of the model.
         num_tokens: Of prompt and response.
         was_aborted: Whether the request ended before its time, perhaps before vLLM had any route.
 
-    Returns:
-        Routes of num_tokens - 1 positions. All of them are missing when vLLM returned another number of positions: then
-        nobody knows which is which. One position is missing when a layer names an expert twice, or one that does not
-        exist: a kernel that records nothing leaves zeros.
-
     Raises:
-        EngineError: These are not the layers, or not the experts per token, of this model; or a request that ended by
-            itself has no route at all.
+        EngineError: These are not this model's layers or experts per token, or a request that ended by itself has none.
     """
     layers = np.asarray(shape.layers)
     num_positions = max(num_tokens - 1, 0)
@@ -74,11 +69,9 @@ def read_routes(
 
 
 def continued(so_far: Rollout, part: Rollout) -> Routes | None:
-    """Routes of a response whose rest was sampled by another request, with all tokens so far as its prompt.
-
-    The rest's request computed the first positions again, with other weights; the tokens so far were sampled from what
-    the first request computed there.
-    """
+    """Routes of a response whose rest was sampled by another request, with all tokens so far as its prompt. That
+    request computed the first positions again, with other weights; the tokens so far were sampled from what the first
+    one computed there."""
     if so_far.routes is None or part.routes is None:
         return None
     if not so_far.token_ids:

@@ -3,7 +3,6 @@
     sequences of a rollout (rollout.branches) --token ids--> POST /completions --ids compared--> one number per token
 
 Owns: what is asked, what an answer must hold, how many responses are asked about at the same time, and what is counted.
-Does not own: when it is asked again (rollout.openai_client), what the numbers are for (orchestrator/loop/samples.py).
 Invariants: token ids are sent and come back, so that no text is tokenized again; the numbers are of those ids, of
 softmax(logits), whatever the policy's temperature is. No answer, or one about other tokens, leaves the response out; it
 never ends a run.
@@ -55,11 +54,7 @@ def request_of(model: str, prompt: Sequence[int] | str) -> JsonObject:
 
 
 def read_answer(answer: bytes) -> tuple[list[int], list[float | None]]:
-    """(token ids, log-probability of each) of an answer to request_of; the first token has none.
-
-    Raises:
-        WrongAnswer: It has no such lists.
-    """
+    """(token ids, log-probability of each) of an answer to request_of; the first token has none. Raises WrongAnswer."""
     try:
         found = json.loads(answer)["choices"][0]["logprobs"]
         tokens, values = list(found["tokens"]), list(found["token_logprobs"])
@@ -75,11 +70,7 @@ def read_answer(answer: bytes) -> tuple[list[int], list[float | None]]:
 
 
 def logprobs_of(answer: bytes, token_ids: Sequence[int]) -> list[float]:
-    """The log-probability of each token but the first, given those before it.
-
-    Raises:
-        WrongAnswer: The answer is about other tokens, or a token has no probability.
-    """
+    """The log-probability of each token but the first, given those before it. Raises WrongAnswer."""
     found, logprobs = read_answer(answer)
     if found != list(token_ids) or len(logprobs) != len(found):
         raise WrongAnswer(

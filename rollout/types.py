@@ -42,7 +42,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlotsSpec:
-    """The adapters that an engine is to serve from slots (weight_sync.mode=adapter)."""
+    """The adapters that an engine is to serve from slots."""
 
     num_slots: int
     """Versions that can be held at once, including the one being written."""

@@ -1,8 +1,7 @@
 """One rollout worker: an engine that samples groups, and its side of a publish. No Ray.
 
 Owns: when the engine may sample (only while every rank holds one committed version), its start and its end, seeds, and
-text. Does not own the engine, of which it knows what `engine/engine.py` declares, nor the steps of a publish and of a
-recovery (base_replica.py).
+text. Does not own the steps of a publish and of a recovery (base_replica.py).
 Invariant: generate_group() starts requests only in phase CLEAN; tokens are stamped with the version that sampled them.
 
 With adapter slots, those steps move the base weights, and adapter_replica.py moves the versions of the adapter: pull()
@@ -65,10 +64,8 @@ class RolloutWorker(WorkerVerbs):
     Args:
         seed: Seed of this worker's sampling; another one for every worker.
         host: Address at which trainer ranks reach this worker.
-        make_engine: Makes the engine, from options and seed.
 
-    Raises:
-        EngineError: The folder has no tokenizer.json, or it is damaged.
+    Raises EngineError if the folder has no tokenizer.json, or it is damaged.
     """
 
     def __init__(

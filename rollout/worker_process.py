@@ -10,7 +10,7 @@ Why not the owner's own process: a process that has not imported vLLM takes 6 to
 forked from the fork server that the owner has joined (in_vllm/fork_server.py), in which all of it is imported, and the
 engine's process from this one. Where there is none, or where it cannot be used, both are started and import vLLM.
 
-Owns: that process and its end. Does not own: calls, what is called (worker.py), the server of forks, or Ray.
+Owns: that process and its end.
 Invariant: the two processes end together. An owner that dies ends the worker, whatever that is doing; when the worker
 dies, the owner is told. The connection between them (rollout/channel.py) carries one message each way.
 """
@@ -72,12 +72,7 @@ class Beginning:
 
 
 class WorkerProcess:
-    """See the module's docstring. All methods belong to one event loop.
-
-    Args:
-        channel: Our end of the connection to it.
-        report: See start().
-    """
+    """See the module's docstring. All methods belong to one event loop."""
 
     def __init__(self, address: str, process: Process, channel: Channel, report: Path | None) -> None:
         self.address = address
@@ -92,15 +87,12 @@ class WorkerProcess:
         """Start the process, in this one's environment and with its output, and wait until it has its imports.
 
         Args:
-            options: What the worker is built from.
-            seed: This worker's.
             host: Address at which trainer ranks and the controller reach this worker.
             name: In its log.
             report: Where it leaves a word when it dies of a signal (crash_reports.py); None: nowhere.
 
         Raises:
-            SlipstreamError: The worker cannot be made.
-            EngineDied: The process has ended.
+            SlipstreamError: The worker cannot be made, or (EngineDied) the process has ended.
         """
         ours, process = await asyncio.to_thread(_start)
         channel = await Channel.over(ours)
@@ -182,8 +174,7 @@ def log_to_stderr(name: str) -> None:
 
 async def _serve(connection: socket.socket, options: WorkerOptions, seed: int, host: str) -> None:
     """Make the worker, tell where it answers, and answer until the owner closes its end of the connection. SIGTERM
-    tells it to go, or a notice (notice.py), which its run does with it (fleet/scaling.py).
-    """
+    tells it to go, or a notice (notice.py), which its run does with it (fleet/scaling.py)."""
     channel = await Channel.over(connection)
     try:
         worker = _make(options, seed, host)
@@ -215,11 +206,7 @@ def _make(options: WorkerOptions, seed: int, host: str) -> RolloutWorker:
 
 
 def with_its_share(options: WorkerOptions) -> RolloutConfig:
-    """The worker's config; with the size of its KV cache, if the engine shares a GPU.
-
-    Raises:
-        EngineError: The engines of a GPU leave each other no room.
-    """
+    """The worker's config; with the size of its KV cache, if the engine shares a GPU."""
     config = options.config
     if options.device != Device.cuda or config.workers_per_gpu == 1 or config.kv_cache_bytes is not None:
         return config

@@ -2,9 +2,8 @@
 made from it.
 
 Owns: names, parameters and results of the verbs, and what travels in the place of a prompt and of sampling options. A
-verb is an async method; it takes and returns plain values, dataclasses of them, or arrays of NumPy, which travel as
-msgpack (weight_sync/calls). Does not own: what trainer ranks ask at a publish, on a socket of its own
-(weight_sync/replica/messages.py).
+verb is an async method of plain values, dataclasses of them, or arrays of NumPy (weight_sync/calls). Does not own: what
+trainer ranks ask at a publish, on a socket of its own (weight_sync/replica/messages.py).
 """
 
 import asyncio

@@ -54,13 +54,12 @@ EVICT_RETRY_S = 0.02
 
 
 class AdapterReplica(ReplicaHandler):
-    """A publisher's calls over the adapter slots of one engine.
+    """See the module's docstring.
 
     Args:
         engine: Started, with LoRA.
         ranks: Every engine rank's slots: their layout, and the addresses of each.
         asked: Those ranks, which answer beside the engine's steps.
-        config: pause_mode and the deadline.
         has_base: Whether the engine's own weights have arrived; until then it is paused.
     """
 
@@ -113,14 +112,8 @@ class AdapterReplica(ReplicaHandler):
         version: int | None = None,
         so_far: Sequence[Rollout] = (),
     ) -> list[Rollout]:
-        """`n` responses under `version`, if it is kept, or else under the newest committed version.
-
-        Args:
-            so_far: What another worker has sampled of them: they go on under the newest version.
-
-        Raises:
-            ReplicaNotServing: No version was committed yet.
-        """
+        """`n` responses under `version`, if it is kept, or else under the newest committed version, under which those
+        that another worker began (`so_far`) go on. Raises ReplicaNotServing if no version was committed yet."""
         if self._table.newest is None:
             raise ReplicaNotServing("this rollout worker has no adapter yet: it samples only from a committed version")
         num_evictions, rollouts = [one.num_evictions for one in so_far] or [0] * n, list(so_far)
@@ -306,13 +299,8 @@ async def ask_all(
     and a publish into an adapter slot makes three calls. These go to a thread of each rank and need not wait, because
     no request reads the slot that is written.
 
-    Args:
-        limit_s: Longest that all ranks together may take.
-        verb: A method of SlotReceivers; its arguments follow.
-
-    Raises:
-        SlipstreamError: The first rank's error, as its own class.
-        EngineDied: The engine's process is gone, or a rank did not answer in time.
+    Raises the first rank's error, as its own class; and EngineDied if the engine's process is gone, or all of them did
+    not answer in time.
     """
     asked = verb_of(verb)
     try:

@@ -7,8 +7,7 @@
 An evaluation beside training keeps one slot for its duration, with or without readers.
 
 Owns: leases, and the choice. Does not own: the slots' memory (adapter_slots.py) nor the policy when none is free
-(adapter_replica.py). Invariant: a slot with a reader, the newest slot and the one that is kept are never chosen. All
-methods run on one event loop; wait_changed() alone awaits.
+(adapter_replica.py). Invariant: a slot with a reader, the newest slot and the one that is kept are never chosen.
 """
 
 import asyncio
@@ -19,11 +18,7 @@ from slipstream.rollout.types import Adapter
 
 
 class SlotTable:
-    """See the module's docstring.
-
-    Args:
-        num_slots: At least 2: one serves while the other is written.
-    """
+    """See the module's docstring. At least two slots: one serves while the other is written."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 2:
@@ -61,11 +56,8 @@ class SlotTable:
             self._changed.set()
 
     def keep(self, version: int | None) -> bool:
-        """Keep the newest slot's version from now on, in place of what was kept before. None: keep nothing.
-
-        Returns:
-            Whether `version` is the newest one, and kept. If it is not, nothing is kept.
-        """
+        """Keep the newest slot's version from now on, in place of what was kept before. None: keep nothing. Returns
+        whether `version` is the newest one, and kept. If it is not, nothing is kept."""
         newest = self.newest
         self._kept = newest.slot if newest is not None and newest.version == version else None
         self._changed.set()

@@ -51,11 +51,7 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start the engine's processes and wait until it could serve.
-
-        Raises:
-            EngineError: It refused an argument or failed to come up.
-        """
+        """Start the engine's processes and wait until it could serve. Raises EngineError if it failed to come up."""
         ...
 
     async def warm_up(self, adapter: Adapter | None = None) -> None:
@@ -101,9 +97,8 @@ class Engine(Protocol):
         """Stop stepping. When this returns the device is idle and new requests queue up until resume(). Those in flight
         are frozen (keep, keep_kv), have ended by themselves (wait), or are ended (abort).
 
-        Raises:
-            EngineDied: The step took longer.
-            EngineError: With `wait`, requests took longer. They go on, and a later pause() waits for the rest of them.
+        Raises EngineDied if the step took longer, and EngineError if requests did, with `wait`. They go on, and a later
+        pause() waits for the rest of them.
         """
         ...
 
@@ -121,11 +116,8 @@ class Engine(Protocol):
 
     async def call_ranks(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
         """Call a method of WeightReceiver (in_vllm/worker_extension.py) in the process of every rank; results by rank.
-
-        Raises:
-            SlipstreamError: The first rank's error, as its own class.
-            EngineDied: A rank did not answer in time; the engine takes no further calls.
-        """
+        Raises the first rank's error, as its own class, and EngineDied if a rank did not answer in time; the engine
+        takes no further calls then."""
         ...
 
     def shutdown(self) -> None:

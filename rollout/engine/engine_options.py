@@ -234,16 +234,10 @@ def capture_sizes(num_seqs: int) -> list[int]:
 
 
 def warm_up_lengths(captured: int, largest: int) -> list[int]:
-    """Prompt lengths that make Triton compile every kernel a batch may need, above the captured sizes.
-
-    vLLM's tuned MoE kernels change at batch sizes between these lengths (halfway between powers of two and the sizes in
-    the middle of those). The lengths are odd because Triton compiles another kernel for counts that are not multiples
-    of 16.
-
-    Args:
-        captured: Largest batch with a CUDA graph; smaller batches are padded to a captured size.
-        largest: Most tokens of one batch.
-    """
+    """Prompt lengths that make Triton compile every kernel a batch may need, from `captured`, the largest one with a
+    CUDA graph, to `largest`. vLLM's tuned MoE kernels change at sizes between these lengths (halfway between powers of
+    two and the sizes in the middle of those). Every second one is odd because Triton compiles another kernel for counts
+    that are not multiples of 16."""
     bases = [size for power in range(4, 31) for size in (1 << power, 3 << (power - 1))]
     inside = [base for base in bases if captured < base < largest]
     bases = [captured + 16, *inside, largest - 1]
@@ -251,7 +245,6 @@ def warm_up_lengths(captured: int, largest: int) -> list[int]:
 
 
 def architectures_of(folder: Path) -> list[str]:
-    """Names of the model's classes."""
     return _config_of(folder).get("architectures") or []
 
 

@@ -41,10 +41,8 @@ def cause_in(log: str) -> str:
 
 
 def last_error_in(log: str) -> str:
-    """The last error of a log that does not refer to another one; "" if there is none.
-
-    A validation error of pydantic has its text in the next line, so that line is added.
-    """
+    """The last error of a log that does not refer to another one; "" if there is none. A validation error of pydantic
+    has its text in the next line, so that line is added."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [at for at, line in enumerate(lines) if re.search(r"\w(Error|Exception)\b", line)]
     causes = [at for at in errors if REFERRAL not in lines[at]]
@@ -71,11 +69,8 @@ def phase_in(log: str) -> str:
 
 
 class OutputSince:
-    """Reads what this process and its children write from now on, if they write to files.
-
-    Args:
-        descriptors: stdout, then stderr: the last error counts, and if both have it, stderr says it more plainly.
-    """
+    """Reads what this process and its children write from now on, if they write to files. (stdout comes first: the last
+    error counts, and if both have it, stderr says it more plainly.)"""
 
     def __init__(self, descriptors: Sequence[int] = (1, 2)) -> None:
         self._starts: dict[int, int] = {}

@@ -1,9 +1,9 @@
 """An Engine (engine.py) that is vLLM: how it is sampled from, paused, and which policy version sampled each token.
 
-Owns: requests, version stamps, calls to the engine's ranks. Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in
-common. Does not own the engine's processes (`vllm_process.py`), what vLLM is told (`engine_options.py`,
-`vllm_requests.py`), the protocol of a publish (`worker.py`) nor the weights (`in_vllm/`, inside the engine's
-processes). Imports vLLM inside functions, so that importing this module is cheap.
+Owns: requests, version stamps, calls to the engine's ranks. Does not own the engine's processes (`vllm_process.py`),
+what vLLM is told (`engine_options.py`, `vllm_requests.py`) nor the weights (`in_vllm/`, inside the engine's processes).
+These three use only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common, and import it inside functions, so that
+importing them is cheap.
 Invariant: a token's stamp is the version whose weights sampled it. Why no stamp can be wrong:
 
     EngineCore process                       this process, one event loop
@@ -56,13 +56,8 @@ DRAIN_TIMEOUT_S = 30.0
 
 
 class VllmEngine(Engine):
-    """See the module's docstring, and Engine for what each method promises. All methods belong to one event loop.
-
-    Args:
-        options: Weights of the model folder are not read.
-        seed: Seed of the engine's own random numbers; give every worker another one.
-        make_llm: Called with the arguments of AsyncEngineArgs.
-    """
+    """See the module's docstring, and Engine for what each method promises. `seed` is of the engine's own random
+    numbers: give every worker another one."""
 
     def __init__(
         self, options: EngineOptions, seed: int, *, make_llm: Callable[[JsonObject], AsyncLLM] = make_llm

@@ -1,9 +1,8 @@
 """The process of a vLLM engine, seen from the one that makes it: how it is started, watched, called and ended.
 
-Owns: vLLM's client (AsyncLLM) and its life, deadlines of calls, and how a death is told. Uses only what vLLM 0.25.1
-(GPUs) and 0.32 (CPUs) have in common. Does not own what vLLM is told (`engine_options.py`), requests and versions
-(`vllm_engine.py`), nor the process that has imported vLLM for this one (`in_vllm/fork_server.py`). Imports vLLM inside
-functions, so that importing this module is cheap.
+Owns: vLLM's client (AsyncLLM) and its life, deadlines of calls, and how a death is told. Does not own what vLLM is told
+(`engine_options.py`), requests and versions (`vllm_engine.py`), nor the process that has imported vLLM for this one
+(`in_vllm/fork_server.py`).
 
 Processes: this one, which imports vLLM; forked from it the EngineCore with the model in it (tp_size=1), or with tp_size
 ranks that it forks. vLLM's processes would outlive a parent that is killed. in_vllm/engine_process.py, and before it
@@ -64,11 +63,7 @@ SHUTDOWN_TIMEOUT_S = 1.0
 
 
 def vllm_arguments(arguments: JsonObject) -> AsyncEngineArgs:
-    """Arguments in vLLM's class.
-
-    Raises:
-        EngineError: This vLLM does not know an argument.
-    """
+    """Arguments in vLLM's class. Raises EngineError if this vLLM does not know one."""
     import_vllm()
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -127,14 +122,8 @@ def gpu_bytes() -> int:
 
 
 class VllmProcess:
-    """See the module's docstring. All methods belong to one event loop.
-
-    Args:
-        arguments: Of AsyncEngineArgs.
-        device: cpu or cuda.
-        batch_invariant: Take kernels whose results for a token do not depend on the batch that it is in.
-        make: Called with the arguments.
-    """
+    """See the module's docstring. `make` is called with the arguments, which are AsyncEngineArgs'. All methods belong
+    to one event loop."""
 
     def __init__(
         self, arguments: JsonObject, device: Device, *, batch_invariant: bool, make: Callable[[JsonObject], AsyncLLM]
@@ -242,11 +231,8 @@ class VllmProcess:
             ) from e
 
     async def within(self, call: Awaitable[T], what: str, timeout_s: float) -> T:
-        """Return the call's result, or raise TimeoutError. Logs every WAIT_LOG_S what it waits for.
-
-        Raises:
-            EngineDied: The engine died meanwhile; vLLM leaves calls under way unanswered then.
-        """
+        """Return the call's result, or raise TimeoutError, or EngineDied if the engine died meanwhile: vLLM leaves
+        calls under way unanswered then. Logs every WAIT_LOG_S what it waits for."""
         task, began, logged_s = asyncio.ensure_future(call), time.monotonic(), 0.0
         try:
             while (left_s := began + timeout_s - time.monotonic()) > 0:

@@ -1,8 +1,7 @@
 """What vLLM is asked for one request, and what its last output says, in Slipstream's words.
 
 Owns: the SamplingParams of the three kinds of requests, and reading their outputs. Does not own: sending them, nor the
-version stamps (vllm_engine.py). Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Imports vLLM inside
-functions, so that importing this module is cheap.
+version stamps (vllm_engine.py).
 """
 
 from __future__ import annotations
@@ -22,13 +21,8 @@ NUM_PROBE_LOGPROBS = 16
 
 
 def sampling_params(sampling: SamplingConfig, stop_token_ids: Sequence[int], seed: int | None) -> SamplingParams:
-    """Ask for a response.
-
-    Args:
-        sampling: Temperature, bounds and end of a response.
-        stop_token_ids: The model's end-of-sequence tokens, which end a response if `stop_at_eos` says so.
-        seed: Makes it repeatable. None: the engine's own stream.
-    """
+    """Ask for a response, which the model's end-of-sequence tokens (`stop_token_ids`) end if `stop_at_eos` says so. No
+    seed: the engine's own stream."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -57,13 +51,11 @@ def rollout_of(
     """A response, without text.
 
     Args:
-        request_id: Named in errors.
         final: vLLM's last output of the request.
         stamps: The policy version of each token that the engine sampled for it.
         routing: Shape of the routes that came with it; None: none did.
 
-    Raises:
-        EngineError: Tokens, log-probabilities and stamps do not belong together, or are not finite.
+    Raises EngineError if tokens, log-probabilities and stamps do not belong together, or are not finite.
     """
     if final is None or not final.outputs:
         raise EngineError(f"{request_id} ended without an output")
@@ -95,11 +87,8 @@ def probe_params() -> SamplingParams:
 
 
 def next_logprobs_of(final: Any) -> dict[int, float]:
-    """Log-probabilities of the likeliest next tokens, and of the one that was sampled.
-
-    Raises:
-        EngineError: The probe was ended before.
-    """
+    """Log-probabilities of the likeliest next tokens, and of the one that was sampled. Raises EngineError if the probe
+    was ended before."""
     if final is None or not final.outputs[0].logprobs:
         raise EngineError("a probe of the engine ended without an output")
     return {token: entry.logprob for token, entry in final.outputs[0].logprobs[0].items()}
@@ -119,11 +108,8 @@ def prefill_params() -> SamplingParams:
 
 
 def prompt_logprobs_of(final: Any, token_ids: Sequence[int]) -> list[float]:
-    """Log-probability of every token but the first, at temperature 1.
-
-    Raises:
-        EngineError: The request was ended before its prefill was complete.
-    """
+    """Log-probability of every token but the first, at temperature 1. Raises EngineError if the request was ended
+    before its prefill was complete."""
     flat = None if final is None else final.prompt_logprobs
     if flat is None or list(flat.token_ids) != list(token_ids[1:]):
         raise EngineError(f"the engine ended a prefill of {len(token_ids)} tokens without their log-probabilities")

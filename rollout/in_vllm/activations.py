@@ -1,10 +1,7 @@
 """What vLLM's own model computes in each operation, recorded by hooks while it prefills.
 
-Owns: which modules are watched, and the names of what they return. Does not own: which tokens are prefilled (the
-caller sends requests between `start` and `finish`), nor what the tensors are compared with.
-
-Names follow the checkpoint's modules; the trainer's operations (trainer/model/operations.py) have the same ones. Of
-layer N, under `layers.N.`:
+Owns: which modules are watched, and the names of what they return. Names follow the checkpoint's modules; the trainer's
+operations (trainer/model/operations.py) have the same ones. Of layer N, under `layers.N.`:
 
     stream                                the residual stream that enters the layer
     input_layernorm                       its norm

@@ -7,10 +7,8 @@ own, which is never unloaded. Requests name that number; the slot holds what a o
     0     1         layers.0.self_attn.qkv_proj.lora_a.0[0], ...       requests that name id 1
     1     2         ...                              [1]               requests that name id 2
 
-Owns: recording one slot's layout, one Receiver per slot, and the copy of what gate and up share.
-(vLLM's LoRA loader runs over recording tensors, once per slot. In every slot but the first, the first layer of each
-kind is recorded, and must be as in the first.) Does not own: which slot is free or which version it holds
-(rollout/adapters/slot_leases.py, in the rollout worker). The engine is not paused.
+Owns: recording one slot's layout, one Receiver per slot, and the copy of what gate and up share. Does not own: which
+slot is free or which version it holds (rollout/adapters/slot_leases.py, in the rollout worker).
 Invariant: after a commit a slot holds the same bytes as if vLLM had loaded the adapter from disk.
 """
 
@@ -42,16 +40,13 @@ _GATE_A, _UP_A = ".w13_lora_a.0", ".w13_lora_a.1"
 def slot_receivers(
     worker: Any, tensors: Sequence[TensorMeta], transport: Transport, rank: int
 ) -> tuple[SlotReceivers, EngineRank]:
-    """Make the receivers of all slots of one engine rank, which registers their memory. Call it once.
+    """Make the receivers of all slots of one engine rank, which registers their memory. Call it once. Returns them, the
+    layout that all slots have, and the addresses of each.
 
     Args:
         worker: vLLM's worker, with LoRA enabled.
         tensors: Every factor of the adapter, at the slots' rank.
-        transport: The link; the trainer writes under its session.
         rank: This engine rank inside its replica.
-
-    Returns:
-        They, the layout that all slots have, and the addresses of each.
     """
     manager = worker.model_runner.lora_manager
     num_slots: int = manager.lora_config.max_loras
@@ -101,11 +96,8 @@ def _gate_a(name: str) -> str:
 
 
 def slot_buffers(modules: Mapping[str, Any], num_slots: int) -> dict[str, Tensor]:
-    """Every stacked LoRA tensor, (num_slots, ...), by "<module>.<factor>.<number>".
-
-    Raises:
-        UnsupportedWeights: A module does not keep its factors stacked over the slots.
-    """
+    """Every stacked LoRA tensor, (num_slots, ...), by "<module>.<factor>.<number>". Raises UnsupportedWeights if a
+    module does not keep its factors stacked over the slots."""
     buffers: dict[str, Tensor] = {}
     for name, module in modules.items():
         attributes = _EXPERT_BUFFERS if hasattr(module, _EXPERT_BUFFERS[0]) else _LINEAR_BUFFERS
@@ -129,12 +121,10 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     others, which must be as in the first: recording them all would take as long again for each slot.
 
     Args:
-        manager: vLLM's WorkerLoRAManager, with no adapter loaded.
+        manager: vLLM's WorkerLoRAManager.
         buffers: `slot_buffers`.
 
-    Raises:
-        UnsupportedWeights: Slots differ, or vLLM put an adapter into another slot.
-        RecordError: vLLM's loader does something that one-sided writes cannot replay.
+    Raises UnsupportedWeights if slots differ, or vLLM put an adapter into another slot.
     """
     num_slots = manager.lora_config.max_loras
     manager.remove_all_adapters()  # vLLM's warm-up left some
@@ -178,10 +168,8 @@ def _only(whole: DestLayout, names: Mapping[str, str]) -> DestLayout:
 
 @contextlib.contextmanager
 def without_adapters(worker: Any) -> Iterator[None]:
-    """While the block runs, the model's layers have no LoRA wrappers, and parameters have their plain names.
-
-    vLLM's load_weights cannot find a wrapped layer's parameters under their checkpoint names.
-    """
+    """While the block runs, the model's layers have no LoRA wrappers, and parameters have their plain names: vLLM's
+    load_weights cannot find a wrapped layer's under their checkpoint names."""
     runner_manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
     if runner_manager is None:
         yield
@@ -208,10 +196,8 @@ def without_adapters(worker: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """While the block runs, this thread's device work runs beside the engine's, not between its steps.
-
-    It has priority: it takes a millisecond per publish, and would otherwise queue behind the kernels of vLLM's steps.
-    """
+    """While the block runs, this thread's device work runs beside the engine's, not between its steps. It has priority:
+    it takes a millisecond per publish, and would otherwise queue behind the kernels of vLLM's steps."""
     if device.type != "cuda":
         yield
         return

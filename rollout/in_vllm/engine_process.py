@@ -19,11 +19,9 @@ __all__ = ["WeightReceiver"]
 
 
 def _end_with_the_owner() -> None:
-    """End this process with the rollout worker, even if that is killed while the engine starts.
-
-    With tp_size > 1 the EngineCore process is in between and watches nobody. Its pid comes from multiprocessing, not
-    from getppid(), which names another process once the parent is gone.
-    """
+    """End this process with the rollout worker, even if that is killed while the engine starts. With tp_size > 1 the
+    EngineCore process is in between and watches nobody. Its pid comes from multiprocessing, not from getppid(), which
+    names another process once the parent is gone."""
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     parent = multiprocessing.parent_process()
     if owner:

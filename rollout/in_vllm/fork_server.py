@@ -18,8 +18,7 @@ can enter.
 Processes are forked as long as the variables that imports read (IMPORTS_READ) are what they were when the server
 imported. Where they are not, or the server is gone, fork() says so, and who asks starts a process that imports vLLM.
 
-Owns: these servers, and the processes that they fork. Does not own: when a run has a server (orchestrator/cluster), nor
-the framing of messages (rollout/channel.py).
+Owns: these servers, and the processes that they fork. Does not own: when a run has a server (orchestrator/cluster).
 Invariant: a forked process has the environment, the folder, the path of modules and the output of the process that
 asked for it, and the variables that vLLM's imports have set, as a spawned one would.
 """
@@ -127,14 +126,8 @@ def python_calls(function: str, *arguments: object) -> list[str]:
 
 def begin(environment: Mapping[str, str], also: Sequence[str] = ()) -> str:
     """Start this process's server for processes of an environment (imports_read()), unless it has one that lives, or
-    its own environment names one for them. Processes that this one starts find it there.
-
-    Args:
-        also: Modules to import after vLLM.
-
-    Returns:
-        The server's address, for join().
-    """
+    its own environment names one for them. Processes that this one starts find it there. `also`: modules to import
+    after vLLM. Returns the server's address, for join()."""
     if _server.has_died or not _server.address:
         if address := _begun(environment):
             return address
@@ -170,11 +163,7 @@ def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
 
 def fork(function: str, connection: socket.socket) -> Forked:
     """Let the server fork a process, which calls "module:function" with the number of its descriptor of `connection`.
-    Waits until the server has imported vLLM.
-
-    Raises:
-        CannotFork: It does not.
-    """
+    Waits until the server has imported vLLM. Raises CannotFork if it does not."""
     if not _server.address:
         raise CannotFork("there is none")
     with contextlib.ExitStack() as refused:

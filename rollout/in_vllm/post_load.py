@@ -71,15 +71,8 @@ class Forms:
 
     @staticmethod
     def of(model: nn.Module, act_dtype: torch.dtype) -> Forms:
-        """The forms of a live model's weights.
-
-        Args:
-            model: As vLLM serves it.
-            act_dtype: model_config.dtype; vLLM derives MLA's matrices in it.
-
-        Raises:
-            UnsupportedWeights: A weight is in a form that a one-sided write cannot fill. Names it and the reason.
-        """
+        """The forms of a live model's weights. vLLM derives MLA's matrices in `act_dtype`, model_config.dtype. Raises
+        UnsupportedWeights, which names a weight in a form that a one-sided write cannot fill, and the reason."""
         forms = Forms(_fillable(model))
         for name, module in model.named_modules():
             _check_linear(name, module)
@@ -103,10 +96,7 @@ class Forms:
 
         vLLM chose no kernels and derived no weights for a model on meta, so the kind of device decides: experts are
         repacked on CPUs, and left as written on GPUs, where engine_arguments asks for Triton's kernels. (`of` refuses a
-        live engine with others.)
-
-        Raises:
-            UnsupportedWeights: As `of`.
+        live engine with others.) Raises as `of`.
         """
         cache_scales = {
             f"{name}.{leaf}"  # vLLM drops these parameters after loading

@@ -1,10 +1,7 @@
 """What a process that makes engines imports of vLLM, without collections of garbage on the way.
 
 vLLM forks its EngineCore, and that its ranks, from a process in which all of it is imported (vllm_process.py). So the
-import must open no GPU: CUDA cannot be used after a fork.
-
-Owns: which modules are imported. Does not own: the process that imports them for all workers of a node
-(fork_server.py).
+import must open no GPU: CUDA cannot be used after a fork. Owns: which modules are imported.
 """
 
 import contextlib
@@ -82,11 +79,7 @@ def know_text_models() -> None:
 
 def ask_classes_here(architectures: list[str]) -> None:
     """Let vLLM ask the classes of models what they can do in this process, which has imported it. Of a class that it
-    meets for the first time on a node it would ask another process, which imports all of vLLM for that.
-
-    Args:
-        architectures: As config.json has them.
-    """
+    meets for the first time on a node it would ask another process, which imports all of vLLM for that."""
     from vllm.model_executor.models import ModelRegistry
 
     know_text_models()

@@ -150,13 +150,8 @@ class Rows(NamedTuple):
 
 
 def row_of_request(step: Any, request: int, num_tokens: int) -> Rows:
-    """Instead of LogprobsLists.slice_request: which rows are the request's, without cutting arrays.
-
-    Args:
-        step: vLLM's LogprobsLists: what the step sampled for all its requests.
-        request: The request's place in the step.
-        num_tokens: How many tokens it got.
-    """
+    """Instead of LogprobsLists.slice_request: which rows are the request's, by its place in the step, without cutting
+    arrays."""
     starts = step.cu_num_generated_tokens
     start = request if starts is None else starts[request]
     return Rows(step, start, start + num_tokens)
@@ -164,11 +159,8 @@ def row_of_request(step: Any, request: int, num_tokens: int) -> Rows:
 
 def gather(outputs: Sequence[Any]) -> None:
     """Move the rows of all outputs into the first that has any, whose cu_num_generated_tokens says where the rows of
-    each output end, from 0 on. (vLLM itself never sends that field.)
-
-    Args:
-        outputs: vLLM's EngineCoreOutput of one step, in the order in which they are sent; their rows are Rows.
-    """
+    each output end, from 0 on. (vLLM itself never sends that field.) Outputs are vLLM's EngineCoreOutput of one step,
+    in the order in which they are sent; their rows are Rows."""
     first, indices, ends = None, [], [0]
     for output in outputs:
         rows = output.new_logprobs
@@ -196,13 +188,9 @@ def spread(outputs: Sequence[Any]) -> None:
 
 
 def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:
-    """Call `see` with each output of the engine, as it leaves the engine's queue and before vLLM handles it, but with
-    log-probabilities as vLLM expects them.
-
-    Args:
-        llm: Built, but without any request yet: its handler takes the method at the first request.
-        see: Gets vLLM's EngineCoreOutput; there is no await between the queue and this call.
-    """
+    """Call `see` with each output (EngineCoreOutput) of an engine that had no request yet, as it leaves the engine's
+    queue and before vLLM handles it, but with log-probabilities as vLLM expects them. There is no await between the
+    queue and this call."""
     client: Any = llm.engine_core
     get_output = client.get_output_async
 
@@ -223,15 +211,9 @@ def stop_watching(llm: AsyncLLM) -> None:
 
 @contextlib.contextmanager
 def adapters_from_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterator[str]:
-    """While the block runs, vLLM's LoRA manager reads these tensors instead of an adapter's file.
-
-    Args:
-        manager: vLLM's WorkerLoRAManager.
-        factors: Every factor by its name in PEFT's format.
-
-    Yields:
-        The folder to name in a LoRARequest. The scale is 1: B arrives multiplied (trainer/delivery/adapter_source.py).
-    """
+    """While the block runs, vLLM's WorkerLoRAManager reads these factors, by PEFT's names, instead of an adapter's
+    file. Yields the folder to name in a LoRARequest. The scale is 1: B arrives multiplied
+    (trainer/delivery/adapter_source.py)."""
     from vllm.lora.lora_model import LoRAModel
 
     class InMemory(LoRAModel):
@@ -252,11 +234,8 @@ def adapters_from_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterato
 @contextlib.contextmanager
 def kernels_of_gpus() -> Iterator[None]:
     """While the block runs, FP8 layers choose the kernels that engine_arguments asks for on GPUs, even if this host
-    cannot run them.
-
-    A layer chooses when it is built, its parameters do not depend on the choice, and nothing is computed here.
-    post_load.py refuses a live engine that chose others.
-    """
+    cannot run them: a layer's parameters do not depend on the choice, and nothing is computed here. post_load.py
+    refuses a live engine that chose others."""
     from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization import fp8
@@ -303,11 +282,9 @@ def be_on_cpu_without_gpu() -> None:
 
 
 def be_rank(rank: int, tp_size: int) -> None:
-    """Make this process one rank of a tensor-parallel engine without other ranks, on torch's fake process group.
-
-    vLLM's own constructors would connect to other ranks through gloo and shared memory. A model's constructor asks its
-    groups only for sizes and ranks. The caller ends the process group.
-    """
+    """Make this process one rank of a tensor-parallel engine without other ranks, on torch's fake process group, which
+    the caller ends. vLLM's own constructors would connect to other ranks through gloo and shared memory; a model's asks
+    its groups only for sizes and ranks."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.distributed import parallel_state
@@ -359,11 +336,7 @@ def replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def replace(target: Any, name: str, value: Any) -> Any:
-    """Set an attribute that must exist. Returns its old value.
-
-    Raises:
-        EngineError: There is no such attribute.
-    """
+    """Set an attribute, and return its old value. Raises EngineError if there is no such attribute."""
     if not hasattr(target, name):
         where = getattr(target, "__name__", type(target).__name__)
         raise EngineError(

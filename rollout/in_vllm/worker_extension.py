@@ -2,9 +2,8 @@
 
 vLLM mixes `WeightReceiver` into its worker class (worker_extension_cls, by way of engine_process.py);
 `Engine.call_ranks` calls its methods on all ranks.
-Owns: recording the layout of a live engine rank, and handing its memory and hooks to a Receiver. Does not own the
-protocol (`weight_sync/replica/receiver.py`), what vLLM does to a weight after loading, nor the refusal of forms that
-one-sided writes cannot fill (`post_load.py`).
+Owns: recording the layout of a live engine rank, and handing its memory and hooks to a Receiver. Does not own what vLLM
+does to a weight after loading, nor the refusal of forms that one-sided writes cannot fill (`post_load.py`).
 Invariant: after a commit, an accepted parameter holds the bytes that vLLM's own loader would have left there.
 """
 
@@ -118,8 +117,7 @@ class WeightReceiver:
             landing_bytes: weight_sync.delta_bytes.
             own_merge: OwnMergeSpec, packed, if this engine merges for itself.
 
-        Returns:
-            weight_sync.replica.messages.EngineRank, packed.
+        Returns EngineRank, packed.
         """
         seconds = self.slipstream_seconds = {}
         refuse_unwritable(self.vllm_config)
@@ -172,14 +170,8 @@ class WeightReceiver:
 
     @_replies
     def slipstream_open_slots(self, tensors: Sequence[tuple[str, Sequence[int], str]], key: bytes) -> bytes:
-        """Record the layout of an adapter slot, register all slots, and serve them. Call it once, with the link open.
-
-        Args:
-            tensors: (name, shape, dtype) of every factor of the adapter.
-
-        Returns:
-            Where they are served, and weight_sync.replica.messages.EngineRank, packed.
-        """
+        """Record the layout of an adapter slot of these factors (name, shape, dtype), register all slots, and serve
+        them. Call it once, with the link open. Returns where they are served, and EngineRank, packed."""
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
         slots, rank = slot_receivers(self, metas, self._slipstream_transport, self.rank)
         address = serve_in_thread(slots, key, SlotReceivers, functools.partial(own_stream, self.device))

@@ -3,8 +3,7 @@
     python -m slipstream.rollout.layouts REQUEST.json LAYOUTS   started by offline_layout.py, which says what both hold
 
 Owns: standing in for the processes of a tensor-parallel engine, with process groups that do not communicate and weights
-without memory. Does not own the recording (weight_sync/record/recorder.py) nor the cache (offline_layout.py).
-
+without memory.
 Invariant: the layout of a rank equals the one that `worker_extension.py` reports inside a live engine of the same
 options, because the same code makes it: engine_arguments, vLLM's model class and its `load_weights`, record_layout. (Of
 layers that are alike only two are recorded, unless all are asked for: repeated_layers.py.)
@@ -112,10 +111,8 @@ def _record_rank(
 
 @contextlib.contextmanager
 def as_rank(config: VllmConfig, dtype: DType, rank: int, tp_size: int, device: Device) -> Iterator[None]:
-    """While the block runs, models are built and loaded as on this rank of an engine on such a device.
-
-    The caller destroys the process group.
-    """
+    """While the block runs, models are built and loaded as on this rank of an engine on such a device. The caller
+    destroys the process group."""
     be_rank(rank, tp_size)
     config.parallel_config.rank = rank
     config.compilation_config.static_forward_context.clear()  # the previous rank's layers have the same names

