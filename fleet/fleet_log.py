@@ -49,8 +49,6 @@ class FleetEvent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """One event."""
-
     time: float
     worker: int
     name: str

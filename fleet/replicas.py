@@ -23,9 +23,7 @@ class RolloutHandle(RolloutVerbs, Protocol):
 
     name: str
     endpoint: str
-    """Where publishers reach it."""
     node: str
-    """The machine that it runs on."""
     pid: int
     """Its process there; the engine's is a child of it."""
     started_at: Mapping[str, float]
@@ -70,13 +68,11 @@ class Replica:
     """None: it was asked for while the run goes on, and was never up."""
     state: ReplicaState = ReplicaState.pending
     reason: str = ""
-    """Why it is not in service."""
     is_further: bool = False
     """It comes because more workers were asked for, not because it failed."""
     num_in_flight: int = 0
     """Groups it samples right now."""
     num_updates: int = 0
-    """Publishes that began on it."""
     num_restarts: int = 0
     """Attempts to start it again."""
     is_known: bool = True
@@ -85,11 +81,9 @@ class Replica:
     base_wanted_at: str = ""
     """Where its base goes before it can take part in a publish."""
     pulled: Pulled | None = None
-    """What it read from a peer since it was started."""
     num_missed: int = 0
     """Publishes in a row that failed on it while it went on serving (adapter mode)."""
     is_held: bool = False
-    """Takes part in the publish under way."""
     links: dict[str, list[Offer]] = field(default_factory=dict[str, "list[Offer]"])
     """Peer -> what this replica read there in a publish (relay.py), over a link that stays open until the peer ends."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,7 +91,6 @@ class Replica:
 
     @property
     def worker(self) -> RolloutHandle:
-        """What calls of this worker go to."""
         assert self.handle is not None, f"{self.name} was never up"
         return self.handle
 
@@ -119,10 +112,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Who takes part in a publish that begins."""
-
     exclude: list[int]
-    """Places of those that do not."""
     joining: list[Replica]
     """Replicas that were started again, which the trainer must meet first."""
 

@@ -29,13 +29,10 @@ class Roster:
 
     def __init__(self, workers: Sequence[RolloutHandle | None], note: Callable[[FleetRow], None]) -> None:
         self.replicas = {one.name: one for one in map(_replica_of, range(len(workers)), workers)}
-        """By name."""
         self.num_wanted = sum(worker is not None for worker in workers)
         """How many workers were asked for last."""
         self.recoveries: list[Recovery] = []
-        """Every replica that came back, in order."""
         self.num_publishes = 0
-        """Publishes that began."""
         self.awaits_room = False
         """Machines may come on which workers are started (scaling.py): without a worker the run waits."""
         self.changed = asyncio.Condition()
@@ -113,7 +110,6 @@ class Roster:
         replica.reason, replica.is_further = "", False
 
     def note(self, replica: Replica, event: FleetEvent, **facts: Fact) -> None:
-        """Write down what happens to a worker, now."""
         self._write(FleetRow(time.time(), replica.place, replica.process, event, facts))
 
     def note_start(self, replica: Replica) -> None:
@@ -130,7 +126,6 @@ class Roster:
         return task
 
     async def close(self) -> None:
-        """Cancel whatever spawn() began."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -35,8 +35,6 @@ FOLLOW_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a look at the machines finds."""
-
     free: Mapping[str, int]
     """Machine -> how many further workers it has room for."""
     reserved: Mapping[str, str]

@@ -59,7 +59,6 @@ class Starts:
         timeout_s: float,
     ) -> None:
         self.num_restarts = 0
-        """Workers started again, over all replicas."""
         self.max_restarts = max_restarts
         self.num_closing = 0
         """Dead workers whose readers are closing their links just now."""
@@ -70,7 +69,6 @@ class Starts:
         self._backoff_s = backoff_s
         self._timeout_s = timeout_s
         self._under_way: dict[str, asyncio.Task[None]] = {}
-        """By the replica's name."""
 
     def start(self, replica: Replica, *, is_asked_for: bool = False) -> None:
         """Start a worker, and fill it when it is up. One that is asked for is tried however often it has failed."""
@@ -91,7 +89,6 @@ class Starts:
             await self._wait_for_publish(replica, "the trainer has not met it")
 
     async def give_up(self, replica: Replica) -> None:
-        """End a start that is under way, if there is one."""
         if (start := self._under_way.pop(replica.name, None)) is not None:
             start.cancel()
             await asyncio.gather(start, return_exceptions=True)
@@ -119,7 +116,6 @@ class Starts:
                 self._roster.changed.notify_all()
 
     async def _bring_back(self, replica: Replica, most: int) -> None:
-        """Restart a worker until it is up, then fill it."""
         num_failed = 0
         while replica.num_restarts < most:
             if num_failed:

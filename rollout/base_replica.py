@@ -68,7 +68,6 @@ class BaseReplica(ReplicaHandler):
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     async def offer(self) -> list[Offer]:
-        """What every rank lets the same rank of a restarted worker read."""
         return await self._ask(self._limit_s, Receivers.offer, WEIGHTS) if self.ranks else []
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
@@ -84,7 +83,6 @@ class BaseReplica(ReplicaHandler):
         return slowest(pulled)
 
     async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled."""
         committed = self.state.committed(version, epoch)
         self.endpoint.adopt(self.state.failed(epoch))  # until all of it is done
         await self._put_in_service(Receivers.adopt, version, epoch)

@@ -97,6 +97,5 @@ def _branch(rollout: Rollout, leaf: int, counted: set[int]) -> Branch:
 
 
 def _routes(parts: Sequence[Routes | None]) -> Routes | None:
-    """The routes of turns that go on from each other."""
     known = [part for part in parts if part is not None]
     return known[0].then(*known[1:]) if known else None

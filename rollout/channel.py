@@ -80,7 +80,6 @@ class Channel:
             raise Disconnected(CLOSED) from e
 
     def close(self, *, drop_unsent: bool = False) -> None:
-        """Close the connection. Idempotent."""
         if drop_unsent:
             self._writer.transport.abort()
         self._writer.close()

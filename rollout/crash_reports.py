@@ -24,7 +24,6 @@ from pathlib import Path
 PARENT_VARIABLE = "SLIPSTREAM_CRASH_REPORT"
 """Environment variable: the path of this process's report, without its ending, for processes that it starts."""
 COMMAND = "command"
-"""Name of the report of a run's command."""
 _ROOT = Path(__file__).parents[1]
 _STANDARD = sysconfig.get_path("stdlib") + "/"
 _SIGNALS = {

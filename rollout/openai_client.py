@@ -22,7 +22,6 @@ import httpx
 from slipstream.conf.json_files import JsonObject
 
 TRY_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""Statuses of a server that may answer later."""
 FIRST_WAIT_S = 0.5
 """Before the second try; then twice as long each time, and up to a half less by chance."""
 LONGEST_WAIT_S = 30.0
@@ -51,7 +50,6 @@ class Rate:
         return turn
 
     def rest_until(self, then: float) -> None:
-        """Let no request leave before this time."""
         self._next = max(self._next, then)
 
 

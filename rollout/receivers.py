@@ -46,7 +46,6 @@ class Receivers:
         self._receivers[slot].abort(epoch, reason)
 
     def offer(self, slot: int) -> Offer:
-        """recovery.make_offer."""
         return make_offer(self._receivers[slot])
 
     def pull(self, slot: int, offers: Sequence[Offer], timeout_s: float) -> Pulled:

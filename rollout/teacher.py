@@ -84,8 +84,6 @@ def logprobs_of(answer: bytes, token_ids: Sequence[int]) -> list[float]:
 
 
 class Teacher:
-    """One teacher, for all responses of a run."""
-
     def __init__(self, config: TeacherConfig) -> None:
         self._config = config
         self._places = asyncio.Semaphore(config.max_concurrent)
@@ -143,7 +141,6 @@ class Teacher:
             return found
 
     def _report_once(self, error: Exception, prompt: Prompt) -> None:
-        """Log the first failure of each kind in full. Count the others."""
         if type(error) not in self._reported:
             self._reported.add(type(error))
             logger.warning(

@@ -89,14 +89,10 @@ class RoutingShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is built from."""
-
     folder: Path
     """Model folder: config.json, generation_config.json and tokenizer.json; no weights."""
     config: RolloutConfig
-    """The engine's sizes, parallelism and sampling."""
     dtype: DType
-    """Format of weights and activations."""
     device: Device
     adapters: AdapterSlotsSpec | None = None
     """Its slots, when weight_sync.mode=adapter; None: requests use no adapters."""
@@ -112,7 +108,6 @@ class WorkerOptions(EngineOptions):
     from disk, and policy versions over adapter_endpoint()."""
 
     weight_sync: WeightSyncConfig
-    """Link, pause mode, deadlines."""
     tensors: Sequence[TensorMeta]
     """Every checkpoint tensor of the model (ModelSpec.checkpoint_tensors())."""
     key: bytes
@@ -120,7 +115,6 @@ class WorkerOptions(EngineOptions):
     own_merge: OwnMergeSpec | None = None
     """What the engine merges for itself, with weight_sync.remote_merge."""
     keep_special_tokens: bool = False
-    """Whether the text of responses contains special tokens."""
     num_versions_kept: int = 0
     """For how many further versions a sampled group is kept for a controller that takes the run over (kept_groups.py).
     """
@@ -220,7 +214,6 @@ class Progress:
     """How far one rollout worker has sampled. Times are seconds since 1970, by its machine's clock."""
 
     at: float
-    """When it answered."""
     num_tokens: int
     """Response tokens since its start, those of unfinished responses included."""
     num_finished: int

@@ -83,7 +83,6 @@ class RolloutWorker(WorkerVerbs):
         self.adapter_replica: AdapterReplica | None = None
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
-        """Our ends of the slots' sockets."""
         self.engine = make_engine(options, seed)
         self.base = BaseReplica(self.engine, options.weight_sync, options.key, host)
         self.kept = KeptGroups(options.num_versions_kept, self._newest)
@@ -174,7 +173,6 @@ class RolloutWorker(WorkerVerbs):
         return self.base.state
 
     def endpoint(self) -> str:
-        """Address of the control endpoint."""
         return self.base.endpoint.address
 
     async def generate_group(
@@ -316,7 +314,6 @@ class RolloutWorker(WorkerVerbs):
 
 
 def _sent(tensors: Sequence[TensorMeta]) -> list[tuple[str, list[int], str]]:
-    """As vLLM's calls carry them."""
     return [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
 
 

@@ -107,7 +107,6 @@ class WorkerProcess:
         return cls(text, process, channel, report)
 
     async def ended(self) -> EngineDied:
-        """How the process ended, once it has."""
         await asyncio.shield(self._ended)
         return _death(self._process, self._report)
 
@@ -141,7 +140,6 @@ def _start() -> tuple[socket.socket, Process]:
 
 
 def main(descriptor: int) -> None:
-    """Runs in the worker's process."""
     from setproctitle import setproctitle
 
     os.set_inheritable(descriptor, False)

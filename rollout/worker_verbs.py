@@ -58,10 +58,7 @@ def digest_of(prompt: Prompt, n: int, sampling: SamplingConfig | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StartStatus:
-    """How far a worker's start has come."""
-
     phase: str
-    """What it is doing."""
     reached: dict[str, float]
     """Event (imported, engine_up, layout_known, up) -> when, in seconds since 1970."""
     pids: list[int]
@@ -198,8 +195,6 @@ class EngineConnection(Connection):
 
 @calls(WorkerVerbs)
 class WorkerClient(WorkerVerbs):
-    """A rollout worker as others call it."""
-
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 

@@ -82,7 +82,6 @@ class AdapterReplica(ReplicaHandler):
         self._writing: int | None = None
         self._is_probed = False
         self.is_going = False
-        """This worker was told to go."""
         self.num_evicted_requests = 0
         """Requests that ended because a publish needed their slot; they started anew or went on under a newer one."""
 
@@ -184,7 +183,6 @@ class AdapterReplica(ReplicaHandler):
         await self._ask(SlotReceivers.verify, self._writing, version, epoch, digest, expected)
 
     async def commit(self, version: int, epoch: int) -> None:
-        """Requests that start from here on use `version`."""
         await self._flip(SlotReceivers.commit, version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
@@ -196,7 +194,6 @@ class AdapterReplica(ReplicaHandler):
     # -- recovery of a restarted worker --------------------------------------------------------------------------
 
     async def offer(self) -> list[Offer]:
-        """What every rank lets its counterpart read: the newest version."""
         newest = self._table.newest
         if newest is None:
             raise ReplicaNotServing("this rollout worker has no adapter yet that another one could read")
@@ -209,7 +206,6 @@ class AdapterReplica(ReplicaHandler):
         return slowest(await ask_all(self._asked, 2 * limit_s, SlotReceivers.pull, slot, offers, limit_s))
 
     async def adopt(self, version: int, epoch: int) -> None:
-        """Requests that start from here on use what was pulled."""
         await self._flip(SlotReceivers.adopt, version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
@@ -319,7 +315,6 @@ async def ask_all(
 
 
 def kind_of(factor: str) -> str:
-    """The kind of module to which a factor belongs, by its name."""
     if ".experts." in factor:
         return "experts"
     return "attention" if ".self_attn." in factor else "feed-forward"

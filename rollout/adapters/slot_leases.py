@@ -33,7 +33,6 @@ class SlotTable:
 
     @property
     def newest(self) -> Adapter | None:
-        """What new requests use."""
         return self._held[self._order[-1]] if self._order else None
 
     @property

@@ -55,9 +55,7 @@ class LayoutRequest:
     """Everything on which the layouts of one engine depend."""
 
     hf_config: HfConfig
-    """config.json of the model."""
     tensors: Sequence[TensorMeta]
-    """The tensors of its checkpoint."""
     tp_size: int
     enable_expert_parallel: bool
     dtype: DType

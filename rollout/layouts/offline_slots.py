@@ -70,7 +70,6 @@ def offline_slot(
 
 
 def _cut(meta: TensorMeta, leaf: str, side: str, rank: int, num_parts: int, num_kv_heads: int) -> Region:
-    """The part of a factor that one rank's slot holds."""
     whole = Region((0, 0), meta.shape)
     dim = 1 if leaf in _SPLIT_INPUTS else 0
     if num_parts == 1 or (side == "A") != (dim == 1):

@@ -54,8 +54,6 @@ _KNOWN_DUTIES = {
 
 @dataclass
 class SlipstreamInitInfo(WeightTransferInitInfo):
-    """What a sender posts to init_weight_transfer_engine."""
-
     tensors: list[Any] = field(default_factory=list)
     """[name, shape, dtype] of every checkpoint tensor."""
     key: str = ""
@@ -89,7 +87,6 @@ class _Rank(WeightReceiver):
         self._model = model
 
     def get_model(self) -> torch.nn.Module:
-        """The model of vLLM's worker."""
         return self._model
 
 
@@ -222,7 +219,6 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         )
 
     def shutdown(self) -> None:
-        """Close the endpoint. Idempotent."""
         if self._thread is not None and self._endpoint is not None:
             self._thread.run(self._endpoint.close(), CALL_TIMEOUT_S)
             self._thread.close()

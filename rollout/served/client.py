@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 HEALTH_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest answer that is read."""
 MODES_HINT = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "slipstream"}\''
 
 
@@ -84,7 +83,6 @@ class Rendezvous:
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
 
     def receive(self, timeout_s: float) -> RankReport | None:
-        """The next report, or None when none came in time."""
         if timeout_s <= 0 or not self._socket.poll(int(timeout_s * 1000) + 1):
             return None
         return unpack(RankReport, b"".join(self._socket.recv_multipart()))

@@ -34,8 +34,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options that all servers of a fleet share."""
-
     checkpoint: Path
     """Its config and tokenizer are read; its weights are not."""
     device: Device
@@ -99,12 +97,10 @@ class ServerProcess:
         return self._process.poll() is None
 
     def why_it_ended(self) -> EngineError:
-        """The reason, from its log."""
         why = cause_in(self.log.read_text(errors="replace"))
         return EngineError(f"{self.engine.url} ended with code {self._process.poll()}: {why}; all of it: {self.log}")
 
     def stop(self) -> None:
-        """End the server and its engine. Idempotent."""
         for signum, wait_s in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, STOP_TIMEOUT_S)):
             try:
                 os.killpg(self._process.pid, signum)
