@@ -84,11 +84,11 @@ class GqaSpec(AttentionSpec):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qkv_bias: bool
+    qkv_bias: bool = False
     """q, k and v projections have a bias."""
-    output_bias: bool
+    output_bias: bool = False
     """o_proj has a bias."""
-    qk_norm: bool
+    qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys, before RoPE."""
     norms_all_heads: bool = False
     """That norm is one over all heads of q, and one over all of k (OLMoE)."""

@@ -6,86 +6,75 @@ Owns the reading of their configs. Does not own the list of families (families.p
 from dataclasses import replace
 
 from slipstream.conf.architecture.attention_spec import IndexerSpec, MlaSpec
-from slipstream.conf.architecture.config_fields import (
-    by_layer,
-    common_fields,
-    expert_sizes,
-    first_dense_layers,
-    grouped_queries,
-    hidden_per_head,
-    in_all_layers,
-    num_mtp_layers,
-    number,
-    refuse,
-    refuse_windows,
-    require,
-    rope_spec,
-    size,
-)
+from slipstream.conf.architecture.config_fields import Fields
 from slipstream.conf.architecture.family import EngineAttention, Family
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
 from slipstream.conf.architecture.rope_spec import Llama3Scaling, RopeSpec, YarnScaling
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject
 
 _OF_ROUTER = ("n_group", "topk_group", "n_shared_experts", "routed_scaling_factor", "scoring_func", "topk_method")
 """Fields without which transformers or vLLM has another router."""
 
 
-def deepseek_v3(config: JsonObject) -> ModelSpec:
+def deepseek_v3(config: Fields) -> ModelSpec:
     """DeepSeek-V3 (transformers models/deepseek_v3; https://arxiv.org/abs/2412.19437) and Kimi-K2: latent attention,
     sigmoid router, a shared expert. vLLM's router is another where scoring_func and topk_method are missing."""
-    require(config, *_OF_ROUTER)
-    rope = rope_spec(config, size(config, "qk_rope_head_dim"), interleaved=True, partial=1.0)
-    common = common_fields(config, "DeepseekV3ForCausalLM")
-    refuse(config, index_topk=(None,))
-    return ModelSpec(
-        **common,
-        attentions=in_all_layers(config, _latent_attention(config, rope, common["rms_norm_eps"])),
-        moe=sigmoid_moe(config, engine_rounds_logits=config.get("moe_router_dtype") != "float32"),
-        num_mtp_layers=num_mtp_layers(config),
-    )
+    config.require(*_OF_ROUTER)
+    rope = config.rope(config.size("qk_rope_head_dim"), interleaved=True, partial=1.0)
+    config.refuse(index_topk=(None,))
+    attention = _latent_attention(config, rope)
+    moe = sigmoid_moe(config, engine_rounds_logits=_rounds_logits(config))
+    return config.model("DeepseekV3ForCausalLM", attention, moe=moe, num_mtp_layers=_num_mtp_layers(config))
 
 
-def deepseek_v32(config: JsonObject) -> ModelSpec:
+def deepseek_v32(config: Fields) -> ModelSpec:
     """DeepSeek-V3.2 (transformers models/deepseek_v32): DeepSeek-V3, where an indexer chooses each query's keys."""
-    refuse(config, indexer_rope_interleave=(False, None))
-    common = common_fields(config, "DeepseekV32ForCausalLM")
-    rounds_logits = config.get("moe_router_dtype") != "float32"
-    return _with_indexer(config, common, interleaved=False, engine_rounds_logits=rounds_logits)
+    config.refuse(indexer_rope_interleave=(False, None))
+    rounds_logits = _rounds_logits(config)
+    return _with_indexer(config, "DeepseekV32ForCausalLM", interleaved=False, engine_rounds_logits=rounds_logits)
 
 
-def glm_moe_dsa(config: JsonObject) -> ModelSpec:
+def glm_moe_dsa(config: Fields) -> ModelSpec:
     """GLM-5 (transformers models/glm_moe_dsa): DeepSeek-V3.2 with an indexer that turns neighbours. vLLM reads from the
     config that it does; its router is one in float32, whatever the config says."""
-    require(config, "indexer_rope_interleave")
-    refuse(config, indexer_rope_interleave=(True,))
-    common = common_fields(config, "GlmMoeDsaForCausalLM", rms_norm_eps=1e-5)
-    return _with_indexer(config, common, interleaved=True, engine_rounds_logits=False)
+    config.require("indexer_rope_interleave")
+    config.refuse(indexer_rope_interleave=(True,))
+    return _with_indexer(config, "GlmMoeDsaForCausalLM", interleaved=True, rms_norm_eps=1e-5)
+
+
+def _rounds_logits(config: Fields) -> bool:
+    return config.get("moe_router_dtype") != "float32"
+
+
+def _num_mtp_layers(config: Fields) -> int:
+    return config.count("num_nextn_predict_layers", config.count("num_mtp_layers", 0))
 
 
 def _with_indexer(
-    config: JsonObject, common: JsonObject, *, interleaved: bool, engine_rounds_logits: bool
+    config: Fields,
+    architecture: str,
+    *,
+    interleaved: bool,
+    rms_norm_eps: float = 1e-6,
+    engine_rounds_logits: bool = False,
 ) -> ModelSpec:
-    """Args: as in config.json, its fields that every family reads, how the indexer's heads turn, and the router's
-    numerics (MoeSpec.engine_rounds_logits)."""
-    require(config, *_OF_ROUTER, "index_topk", "index_n_heads", "index_head_dim")
-    num_layers, num_dense = size(config, "num_hidden_layers"), first_dense_layers(config)
-    _check_dense_layers(config, ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)])
-    refuse(config, mlp_bias=(False, None))
+    """`interleaved`: how the indexer's heads turn."""
+    config.require(*_OF_ROUTER, "index_topk", "index_n_heads", "index_head_dim")
+    _check_dense_layers(config)
+    config.refuse(mlp_bias=(False, None))
     # layers that see the keys that another one chose: vLLM reads the first two fields, transformers the third
-    refuse(config, index_topk_freq=(1,), index_topk_pattern=(None,))
-    if set(kinds := by_layer(config, "indexer_types")) - {"full"}:
+    config.refuse(index_topk_freq=(1,), index_topk_pattern=(None,))
+    if set(kinds := config.by_layer("indexer_types")) - {"full"}:
         raise ConfigError(
             f"model.hf_config.indexer_types={kinds!r} is not supported for {config['model_type']}: every layer has an "
             "indexer of its own (full)"
         )
-    rope = rope_spec(config, size(config, "qk_rope_head_dim"), interleaved=True)
+    rope = config.rope(config.size("qk_rope_head_dim"), interleaved=True)
     indexer = IndexerSpec(
-        num_heads=size(config, "index_n_heads"),
-        head_dim=size(config, "index_head_dim"),
-        top_k=size(config, "index_topk"),
+        num_heads=config.size("index_n_heads"),
+        head_dim=config.size("index_head_dim"),
+        top_k=config.size("index_topk"),
         interleaved=interleaved,
     )
     if indexer.head_dim < rope.dim:
@@ -93,26 +82,22 @@ def _with_indexer(
             f"model.hf_config.index_head_dim must be at least qk_rope_head_dim={rope.dim}, the dims of it that turn, "
             f"got {indexer.head_dim}"
         )
-    size(config, "q_lora_rank")  # the indexer's queries are made of the latent
-    attention = _latent_attention(config, rope, common["rms_norm_eps"], kind="indexed_attention")
-    return ModelSpec(
-        **common,
-        attentions=in_all_layers(config, replace(attention, indexer=indexer)),
-        moe=sigmoid_moe(config, engine_rounds_logits=engine_rounds_logits),
-        num_mtp_layers=num_mtp_layers(config),
-    )
+    config.size("q_lora_rank")  # the indexer's queries are made of the latent
+    attention = replace(_latent_attention(config, rope, rms_norm_eps, "indexed_attention"), indexer=indexer)
+    moe, mtp = sigmoid_moe(config, engine_rounds_logits=engine_rounds_logits), _num_mtp_layers(config)
+    return config.model(architecture, attention, rms_norm_eps=rms_norm_eps, moe=moe, num_mtp_layers=mtp)
 
 
-def _check_dense_layers(config: JsonObject, unsaid: list[str], unsaid_words: str = "none") -> None:
+def _check_dense_layers(config: Fields, unsaid: list[str] | None = None, unsaid_words: str = "none") -> None:
     """vLLM's models count dense layers by first_k_dense_replace; transformers' name them in mlp_layer_types.
 
     Args:
-        unsaid: What transformers takes that for, where it is missing.
+        unsaid: What transformers takes that for, where it is missing; None: the same as vLLM.
         unsaid_words: The same in a message.
     """
-    num_layers, first_dense = size(config, "num_hidden_layers"), first_dense_layers(config)
-    kinds = by_layer(config, "mlp_layer_types") or unsaid
-    if kinds != ["dense" if layer < first_dense else "sparse" for layer in range(num_layers)]:
+    num_layers, first_dense = config.num_layers, config.first_dense_layers
+    wanted = ["dense" if layer < first_dense else "sparse" for layer in range(num_layers)]
+    if (config.by_layer("mlp_layer_types") or unsaid or wanted) != wanted:
         raise ConfigError(
             f"model.hf_config.mlp_layer_types must say dense for the first_k_dense_replace={first_dense} first of "
             f"{num_layers} layers and sparse for the others: transformers reads the one and vLLM the other; got "
@@ -120,30 +105,26 @@ def _check_dense_layers(config: JsonObject, unsaid: list[str], unsaid_words: str
         )
 
 
-def glm4_moe_lite(config: JsonObject) -> ModelSpec:
+def glm4_moe_lite(config: Fields) -> ModelSpec:
     """GLM-4.7-Flash (transformers models/glm4_moe_lite): DeepSeek-V3's latent attention, GLM's experts and routing."""
-    num_layers = size(config, "num_hidden_layers")
-    _check_dense_layers(config, ["dense", *["sparse"] * (num_layers - 1)], "none, which is one dense layer")
-    turning = size(config, "qk_rope_head_dim")
-    refuse(config, head_dim=(turning, None))
-    rope = rope_spec(config, turning, interleaved=True)
-    common = common_fields(config, "Glm4MoeLiteForCausalLM", rms_norm_eps=1e-5)
-    refuse(config, index_topk=(None,))
-    return ModelSpec(
-        **common,
-        attentions=in_all_layers(config, _latent_attention(config, rope, common["rms_norm_eps"])),
-        moe=sigmoid_moe(config, engine_rounds_logits=False, scaling_factor=1.8, num_shared=1),
-        num_mtp_layers=num_mtp_layers(config),
-    )
+    _check_dense_layers(config, ["dense", *["sparse"] * (config.num_layers - 1)], "none, which is one dense layer")
+    turning = config.size("qk_rope_head_dim")
+    config.refuse(head_dim=(turning, None), index_topk=(None,))
+    attention = _latent_attention(config, config.rope(turning, interleaved=True), 1e-5)
+    moe = sigmoid_moe(config, engine_rounds_logits=False, scaling_factor=1.8, num_shared=1)
+    mtp = _num_mtp_layers(config)
+    return config.model("Glm4MoeLiteForCausalLM", attention, rms_norm_eps=1e-5, moe=moe, num_mtp_layers=mtp)
 
 
-def _latent_attention(config: JsonObject, rope: RopeSpec, norm_eps: float, kind: str = "full_attention") -> MlaSpec:
+def _latent_attention(
+    config: Fields, rope: RopeSpec, rms_norm_eps: float = 1e-6, kind: str = "full_attention"
+) -> MlaSpec:
     """Low-rank queries, keys and values. vLLM's have no biases, turn pairs (2i, 2i + 1), and take fewer of YaRN's
-    fields. `kind` is what transformers calls the layers."""
-    refuse(config, attention_bias=(False, None), rope_interleave=(True,), tie_word_embeddings=(False, None))
-    refuse_windows(config, kind)
-    require(config, "q_lora_rank", "num_key_value_heads")
-    heads = size(config, "num_attention_heads")
+    fields. `kind` is what transformers calls the layers; `rms_norm_eps` counts where the config does not say."""
+    config.refuse(attention_bias=(False, None), rope_interleave=(True,), tie_word_embeddings=(False, None))
+    config.refuse_windows(kind)
+    config.require("q_lora_rank", "num_key_value_heads")
+    heads = config.size("num_attention_heads")
     if config["num_key_value_heads"] not in (heads, None):
         raise ConfigError(
             f"model.hf_config.num_key_value_heads must equal num_attention_heads {heads} for latent attention, "
@@ -152,21 +133,21 @@ def _latent_attention(config: JsonObject, rope: RopeSpec, norm_eps: float, kind:
     if not isinstance(rope.scaling, YarnScaling | None):
         kind = "llama3" if isinstance(rope.scaling, Llama3Scaling) else "linear"
         raise ConfigError(f"model.hf_config: RoPE type {kind!r} is not supported for latent attention; supported: yarn")
-    nope = size(config, "qk_nope_head_dim")
-    scale = (nope + size(config, "qk_rope_head_dim")) ** -0.5
+    nope = config.size("qk_nope_head_dim")
+    scale = (nope + config.size("qk_rope_head_dim")) ** -0.5
     if isinstance(rope.scaling, YarnScaling):
         _check_engine_scales_alike(rope.scaling)
         scale *= rope.scaling.mscale_of(rope.scaling.mscale_all_dim or 0.0) ** 2
     return MlaSpec(
         rope=rope,
         num_heads=heads,
-        q_lora_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
-        kv_lora_rank=size(config, "kv_lora_rank"),
+        q_lora_rank=None if config.get("q_lora_rank") is None else config.size("q_lora_rank"),
+        kv_lora_rank=config.size("kv_lora_rank"),
         qk_nope_head_dim=nope,
-        qk_rope_head_dim=size(config, "qk_rope_head_dim"),
-        v_head_dim=size(config, "v_head_dim"),
+        qk_rope_head_dim=config.size("qk_rope_head_dim"),
+        v_head_dim=config.size("v_head_dim"),
         bias=False,
-        norm_eps=norm_eps,
+        norm_eps=config.number("rms_norm_eps", rms_norm_eps),
         softmax_scale=scale,
     )
 
@@ -182,60 +163,52 @@ def _check_engine_scales_alike(yarn: YarnScaling) -> None:
         )
 
 
-def glm4_moe(config: JsonObject) -> ModelSpec:
+def glm4_moe(config: Fields) -> ModelSpec:
     """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward, and grouped-query
     attention that rotates half of each head. vLLM's head is its own."""
-    require(config, "n_shared_experts")
-    refuse(config, tie_word_embeddings=(False, None))
-    refuse_windows(config)
-    head_dim = size(config, "head_dim", hidden_per_head(config))
-    attention = grouped_queries(
-        config,
+    config.require("n_shared_experts")
+    config.refuse(tie_word_embeddings=(False, None))
+    config.refuse_windows()
+    head_dim = config.size("head_dim", config.hidden_per_head)
+    attention = config.grouped_queries(
         head_dim,
-        rope_spec(config, head_dim, partial=0.5),
+        config.rope(head_dim, partial=0.5),
         qkv_bias=bool(config.get("attention_bias", False)),
         qk_norm=bool(config.get("use_qk_norm", False)),
     )
-    return ModelSpec(
-        **common_fields(config, "Glm4MoeForCausalLM", rms_norm_eps=1e-5),
-        attentions=in_all_layers(config, attention),
-        moe=sigmoid_moe(config, engine_rounds_logits=False),
-        num_mtp_layers=num_mtp_layers(config),
-    )
+    moe, mtp = sigmoid_moe(config, engine_rounds_logits=False), _num_mtp_layers(config)
+    return config.model("Glm4MoeForCausalLM", attention, rms_norm_eps=1e-5, moe=moe, num_mtp_layers=mtp)
 
 
 def sigmoid_moe(
-    config: JsonObject, *, engine_rounds_logits: bool, scaling_factor: float = 1.0, num_shared: int = 0
+    config: Fields, *, engine_rounds_logits: bool, scaling_factor: float = 1.0, num_shared: int = 0
 ) -> MoeSpec:
     """DeepSeek-V3's experts: the first layers dense, the others routed by sigmoid scores, in groups.
 
     Args:
-        engine_rounds_logits: As MoeSpec.engine_rounds_logits.
         scaling_factor: routed_scaling_factor, if the config does not say.
         num_shared: n_shared_experts, if the config does not say.
     """
-    refuse(config, scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,))
-    experts = expert_sizes(config)
-    groups, top_groups = size(config, "n_group", 1), size(config, "topk_group", 1)
-    group_size = experts["num_experts"] // groups
-    if experts["num_experts"] % groups or group_size < 2 or experts["top_k"] > group_size * top_groups:
-        raise ConfigError(
-            f"model.hf_config.n_group={groups}, topk_group={top_groups}: n_group must cut the "
-            f"{experts['num_experts']} experts into equal groups of two or more, and topk_group of them must hold "
-            f"num_experts_per_tok={experts['top_k']} experts"
-        )
-    first_dense = first_dense_layers(config)
-    return MoeSpec(
-        **experts,
+    config.refuse(scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,))
+    first_dense = config.first_dense_layers
+    moe = config.experts(
         norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-        layers=tuple(layer >= first_dense for layer in range(size(config, "num_hidden_layers"))),
+        layers=tuple(layer >= first_dense for layer in range(config.num_layers)),
         score=RouterScore.sigmoid,
         engine_rounds_logits=engine_rounds_logits,
-        num_groups=groups,
-        top_groups=top_groups,
-        scaling_factor=number(config, "routed_scaling_factor", scaling_factor),
-        shared_intermediate_size=(config.get("n_shared_experts", num_shared) or 0) * experts["intermediate_size"],
+        num_groups=config.size("n_group", 1),
+        top_groups=config.size("topk_group", 1),
+        scaling_factor=config.number("routed_scaling_factor", scaling_factor),
     )
+    group_size = moe.num_experts // moe.num_groups
+    if moe.num_experts % moe.num_groups or group_size < 2 or moe.top_k > group_size * moe.top_groups:
+        raise ConfigError(
+            f"model.hf_config.n_group={moe.num_groups}, topk_group={moe.top_groups}: n_group must cut the "
+            f"{moe.num_experts} experts into equal groups of two or more, and topk_group of them must hold "
+            f"num_experts_per_tok={moe.top_k} experts"
+        )
+    shared = (config.get("n_shared_experts", num_shared) or 0) * moe.intermediate_size
+    return replace(moe, shared_intermediate_size=shared)
 
 
 _LATENT = EngineAttention("latent")

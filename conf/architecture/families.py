@@ -1,32 +1,18 @@
 """From a Hugging Face config to a ModelSpec: one function per family. Pure data, no torch.
 
-Owns the list of families, the reading of MiniMax's and gpt-oss, and the refusals. If
-a config asks for what the decoder cannot do (vision towers, quantized weights, other activations), an error here names
-it before anything starts. A new architecture is one entry of `FAMILIES`; see docs/new_architecture.md.
+Owns the list of families, the reading of MiniMax's and gpt-oss, and the refusals. A new architecture is one entry of
+`FAMILIES`; see docs/new_architecture.md.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from slipstream.conf.architecture import deepseek_like, gemma, llama_like
 from slipstream.conf.architecture.activation import ExpertActivation
 from slipstream.conf.architecture.attention_spec import MlaSpec
-from slipstream.conf.architecture.config_fields import (
-    by_layer,
-    common_fields,
-    count,
-    expert_sizes,
-    grouped_queries,
-    in_all_layers,
-    number,
-    refuse,
-    refuse_windows,
-    rope_spec,
-    size,
-)
+from slipstream.conf.architecture.config_fields import Fields
 from slipstream.conf.architecture.family import Family
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.architecture.moe_spec import CORRECTION_BIAS, CheckpointNames, MoeSpec, RouterScore
+from slipstream.conf.architecture.moe_spec import CORRECTION_BIAS, CheckpointNames, RouterScore
 from slipstream.conf.architecture.quantized_checkpoints import with_quantization
 from slipstream.conf.architecture.rope_spec import YarnScaling
 from slipstream.conf.errors import ConfigError
@@ -45,7 +31,7 @@ _GPT_OSS_YARN = {
 """YaRN's fields, where gpt-oss's config does not say."""
 
 
-def read_config(config: JsonObject, mla_norm_eps: MlaNormEps = MlaNormEps.rollout) -> ModelSpec:
+def read_config(config: HfConfig, mla_norm_eps: MlaNormEps = MlaNormEps.rollout) -> ModelSpec:
     """The spec of a config.json's dict. Missing optional fields take transformers' defaults.
 
     Args:
@@ -71,22 +57,20 @@ def read_config(config: JsonObject, mla_norm_eps: MlaNormEps = MlaNormEps.rollou
                 f"model.hf_config.{key}: models with towers beside the decoder are not supported, and {model_type} has "
                 "one; give a checkpoint of the language model alone"
             )
-    read = family_of(config).read
+    read, given = family_of(config).read, config if isinstance(config, Fields) else Fields(config)
     if read is None:
         raise ConfigError(
             f"model.hf_config.model_type must be one of {', '.join(sorted(FAMILIES))}, got {model_type!r}; "
             "a new architecture is one entry of conf/architecture/families.py"
         )
-    spec = read(config)
+    spec = read(given)
     if mla_norm_eps is MlaNormEps.hf:
-        attentions = (
-            replace(one, norm_eps=HF_MLA_NORM_EPS) if isinstance(one, MlaSpec) else one for one in spec.attentions
-        )
-        spec = replace(spec, attentions=tuple(attentions))
-    quantization: Any = config.get("quantization_config")
-    if quantization and not isinstance(quantization, dict):
+        own = (replace(one, norm_eps=HF_MLA_NORM_EPS) if isinstance(one, MlaSpec) else one for one in spec.attentions)
+        spec = replace(spec, attentions=tuple(own))
+    quantization: object = config.get("quantization_config")
+    if quantization and not is_object(quantization):
         raise ConfigError(f"model.hf_config.quantization_config must be a mapping, got {quantization!r}")
-    return with_quantization(spec, config["quantization_config"]) if quantization else spec
+    return with_quantization(spec, quantization) if is_object(quantization) and quantization else spec
 
 
 def of_language_model(config: JsonObject) -> JsonObject:
@@ -132,7 +116,7 @@ def check_engine_constants(config: HfConfig) -> None:
             )
 
 
-def _minimax_m2(config: JsonObject) -> ModelSpec:
+def _minimax_m2(config: Fields) -> ModelSpec:
     """MiniMax-M2 (transformers models/minimax_m2): one norm over all heads of q, one over all of k, RoPE on a part of
     each head, experts by sigmoid under Mixtral's names. vLLM reads rotary_dim, use_routing_bias and scoring_func, which
     transformers' own config does not have."""
@@ -142,43 +126,34 @@ def _minimax_m2(config: JsonObject) -> ModelSpec:
                 f"model.hf_config.{key} must be {wanted!r} for minimax_m2, got {config.get(key)!r}: vLLM reads it, and "
                 "transformers has no other router"
             )
-    refuse(config, use_qk_norm=(True,), qk_norm_type=("per_layer",), shared_intermediate_size=(0, None))
-    refuse(config, attention_bias=(False, None), tie_word_embeddings=(False, None), router_jitter_noise=(0.0, None))
-    refuse_windows(config)
-    if set(by_layer(config, "attn_type_list")) - {1}:
+    config.refuse(use_qk_norm=(True,), qk_norm_type=("per_layer",), shared_intermediate_size=(0, None))
+    config.refuse(attention_bias=(False, None), tie_word_embeddings=(False, None), router_jitter_noise=(0.0, None))
+    config.refuse_windows()
+    if set(config.by_layer("attn_type_list")) - {1}:
         raise ConfigError("model.hf_config.attn_type_list must be 1 (full attention) for every layer of minimax_m2")
-    head_dim = size(config, "head_dim", 128)
-    rope = rope_spec(config, head_dim, partial=size(config, "rotary_dim") / head_dim, theta=5e6)
-    attention = grouped_queries(config, head_dim, rope, qk_norm=True)
-    return ModelSpec(
-        **common_fields(config, "MiniMaxM2ForCausalLM"),
-        attentions=in_all_layers(config, replace(attention, norms_all_heads=True)),
-        moe=MoeSpec(
-            **expert_sizes(config, width="intermediate_size"),
-            norm_topk_prob=True,
-            layers=(True,) * size(config, "num_hidden_layers"),
-            score=RouterScore.sigmoid,
-            names=CheckpointNames(block="block_sparse_moe", projections=("w1", "w3", "w2"), correction=CORRECTION_BIAS),
-        ),
-        num_mtp_layers=count(config, "num_mtp_modules", 0),
-    )
+    head_dim = config.size("head_dim", 128)
+    rope = config.rope(head_dim, partial=config.size("rotary_dim") / head_dim, theta=5e6)
+    attention = config.grouped_queries(head_dim, rope, qk_norm=True, norms_all_heads=True)
+    names = CheckpointNames(block="block_sparse_moe", projections=("w1", "w3", "w2"), correction=CORRECTION_BIAS)
+    moe = config.experts(norm_topk_prob=True, width="intermediate_size", score=RouterScore.sigmoid, names=names)
+    return config.model("MiniMaxM2ForCausalLM", attention, moe=moe, num_mtp_layers=config.count("num_mtp_modules", 0))
 
 
-def _gpt_oss(config: JsonObject) -> ModelSpec:
+def _gpt_oss(config: Fields) -> ModelSpec:
     """gpt-oss (transformers models/gpt_oss): sinks, a sliding window in every other layer, clamped SwiGLU, biases
     everywhere. vLLM's model has its biases, its eps, its windows' layers and YaRN written down."""
-    refuse(config, attention_bias=(True,), rms_norm_eps=(1e-5,), tie_word_embeddings=(False, None))
-    num_layers, head_dim = size(config, "num_hidden_layers"), size(config, "head_dim", 64)
+    config.refuse(attention_bias=(True,), rms_norm_eps=(1e-5,), tie_word_embeddings=(False, None))
+    num_layers, head_dim = config.num_layers, config.size("head_dim", 64)
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
-    if (by_layer(config, "layer_types") or kinds) != kinds:
+    if (config.by_layer("layer_types") or kinds) != kinds:
         raise ConfigError(
             f"model.hf_config.layer_types must be sliding_attention and full_attention in turn for all {num_layers} "
             f"layers of gpt_oss, which is what vLLM has, whatever they say; got {config['layer_types']}"
         )
-    window = size(config, "sliding_window", 128)
+    window = config.size("sliding_window", 128)
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     given = older or newer or {"rope_type": "yarn", **_GPT_OSS_YARN}
-    rope = rope_spec({**config, "rope_scaling": given}, head_dim, theta=150000.0)
+    rope = Fields({**config, "rope_scaling": given}).rope(head_dim, theta=150000.0)
     missing = [key for key in ("factor", "beta_fast", "beta_slow") if given.get(key) is None]
     scaled = rope.scaling
     if not isinstance(scaled, YarnScaling) or missing or scaled.cos_sin_factor != scaled.mscale_of():
@@ -186,24 +161,17 @@ def _gpt_oss(config: JsonObject) -> ModelSpec:
             "model.hf_config.rope_scaling must be of type yarn for gpt_oss, with factor, beta_fast and beta_slow, and "
             f"without mscale and attention_factor, which vLLM ignores; got {given}"
         )
-    attention = grouped_queries(config, head_dim, replace(rope, is_wide=True), qkv_bias=True, output_bias=True)
-    moe = MoeSpec(
-        **expert_sizes(config, width="intermediate_size"),
-        norm_topk_prob=True,
-        layers=(True,) * num_layers,
-        has_router_bias=True,
-        activation=ExpertActivation(
-            alpha=number(config, "swiglu_alpha", 1.702), limit=number(config, "swiglu_limit", 7.0), up_offset=1.0
-        ),
-        is_fused=True,
+    rope = replace(rope, is_wide=True)
+    full = config.grouped_queries(head_dim, rope, qkv_bias=True, output_bias=True, sinks=True)
+    local = replace(full, window=window)
+    activation = ExpertActivation(
+        alpha=config.number("swiglu_alpha", 1.702), limit=config.number("swiglu_limit", 7.0), up_offset=1.0
     )
-    return ModelSpec(
-        **common_fields(config, "GptOssForCausalLM", rms_norm_eps=1e-5),
-        attentions=tuple(
-            replace(attention, sinks=True, window=window if kind == "sliding_attention" else None) for kind in kinds
-        ),
-        moe=moe,
+    moe = config.experts(
+        norm_topk_prob=True, width="intermediate_size", has_router_bias=True, activation=activation, is_fused=True
     )
+    attentions = tuple(local if kind == "sliding_attention" else full for kind in kinds)
+    return config.model("GptOssForCausalLM", attentions, rms_norm_eps=1e-5, moe=moe)
 
 
 _NO_UNGROUPED = "its router takes sigmoid scores only where experts come in groups (vLLM 0.32, `cpu_router.py`)"

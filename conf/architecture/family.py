@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.conf.architecture.config_fields import Fields
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.conf.schema import DType
@@ -28,7 +29,7 @@ class EngineAttention:
 class Family:
     """One entry of `families.FAMILIES`. Defaults are those of a family that is not in it, which an engine may know."""
 
-    read: Callable[[JsonObject], ModelSpec] | None = None
+    read: Callable[[Fields], ModelSpec] | None = None
     wrapper: str | None = None
     """model_type of checkpoints in which this model is beside a vision tower, and its config is `text_config`."""
     left_out: JsonMapping = field(default_factory=JsonObject)

@@ -4,17 +4,7 @@ from dataclasses import replace
 
 from slipstream.conf.architecture.activation import GELU_TANH
 from slipstream.conf.architecture.attention_spec import GqaSpec
-from slipstream.conf.architecture.config_fields import (
-    by_layer,
-    common_fields,
-    expert_sizes,
-    grouped_queries,
-    number,
-    refuse,
-    require,
-    rope_spec,
-    size,
-)
+from slipstream.conf.architecture.config_fields import Fields
 from slipstream.conf.architecture.family import Family
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import CheckpointNames, MoeSpec
@@ -37,54 +27,48 @@ GEMMA3_DEFAULTS: JsonObject = {
 """Defaults of transformers' class: published checkpoints with a vision tower leave out what is equal to them."""
 
 
-def gemma3(config: JsonObject) -> ModelSpec:
+def gemma3(config: Fields) -> ModelSpec:
     """Gemma 3 (transformers models/gemma3): a sliding window in five of six layers, with a RoPE of its own; norms of
     1 + weight before and after attention and feed-forward; GELU; scaled embeddings, which are the head, too."""
-    refuse(config, hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
-    refuse(config, use_bidirectional_attention=(False, None))
-    refuse(config, final_logit_softcapping=(None,), attn_logit_softcapping=(None,))
-    require(config, "sliding_window")
-    head_dim, window = size(config, "head_dim", 256), size(config, "sliding_window")
-    full, local = _ropes(config, head_dim)
-    heads = replace(
-        grouped_queries(config, head_dim, full, qk_norm=True),
-        score_dim=size(config, "query_pre_attn_scalar", 256),
-        norms_add_one=True,
-    )
-    common = common_fields(config, "Gemma3ForCausalLM", is_tied=True)
-    return ModelSpec(
-        **common,
-        attentions=tuple(
-            replace(heads, rope=local, window=window) if kind == "sliding_attention" else heads
-            for kind in _kinds(config)
-        ),
+    config.refuse(hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
+    config.refuse(use_bidirectional_attention=(False, None))
+    config.refuse(final_logit_softcapping=(None,), attn_logit_softcapping=(None,))
+    config.require("sliding_window")
+    head_dim, window = config.size("head_dim", 256), config.size("sliding_window")
+    rope, rope_of_windows = _ropes(config, head_dim)
+    score_dim = config.size("query_pre_attn_scalar", 256)
+    full = config.grouped_queries(head_dim, rope, qk_norm=True, score_dim=score_dim, norms_add_one=True)
+    local = replace(full, rope=rope_of_windows, window=window)
+    return config.model(
+        "Gemma3ForCausalLM",
+        tuple(local if kind == "sliding_attention" else full for kind in _kinds(config)),
+        is_tied=True,
         norms_add_one=True,
         norms_halves=True,
-        embedding_scale=common["hidden_size"] ** 0.5,
+        embedding_scale=config.size("hidden_size") ** 0.5,
         has_gelu=True,
     )
 
 
-def gemma4(config: JsonObject) -> ModelSpec:
+def gemma4(config: Fields) -> ModelSpec:
     """Gemma 4 of 31B and 26B-A4B (transformers models/gemma4): layers without a window have heads of their own, whose
     values may be their keys before the norm; values are normed; scores have no scale, layers' results have; logits pass
     a soft cap. The second has experts beside its dense feed-forward."""
     _refuse_other_gemma4(config)
-    refuse(config, hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
-    refuse(config, attn_logit_softcapping=(None,), use_bidirectional_attention=(None, "vision"))  # of pictures' tokens
+    config.refuse(hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
+    config.refuse(attn_logit_softcapping=(None,), use_bidirectional_attention=(None, "vision"))  # of pictures' tokens
     # rope_parameters has them, by kind of layer
-    refuse(
-        config, rope_theta=(None,), rope_scaling=(None,), partial_rotary_factor=(None,), rope_local_base_freq=(None,)
-    )
+    by_kind = (None,)
+    config.refuse(rope_theta=by_kind, rope_scaling=by_kind, partial_rotary_factor=by_kind, rope_local_base_freq=by_kind)
     softcap = config.get("final_logit_softcapping")
-    common = common_fields(config, "Gemma4ForCausalLM", is_tied=True)
-    return ModelSpec(
-        **common,
-        attentions=_gemma4_attentions(config),
+    return config.model(
+        "Gemma4ForCausalLM",
+        _gemma4_attentions(config),
+        is_tied=True,
         norms_halves=True,
         scales_layers=True,
-        embedding_scale=common["hidden_size"] ** 0.5,
-        logit_softcap=None if softcap is None else number(config, "final_logit_softcapping", 30.0),
+        embedding_scale=config.size("hidden_size") ** 0.5,
+        logit_softcap=None if softcap is None else config.number("final_logit_softcapping", 30.0),
         has_gelu=True,
         moe=_experts_beside_dense(config),
     )
@@ -93,7 +77,7 @@ def gemma4(config: JsonObject) -> ModelSpec:
 def gemma4_engine_fields(config: JsonObject) -> JsonObject:
     """What vLLM 0.25.1 builds layers without a window from. transformers moves these fields to `per_layer_config`, and
     from 5.15 on refuses to say the other layers' head_dim; vLLM from 0.28 on reads it by layer."""
-    full = _gemma4_attentions(config)[-1]
+    full = _gemma4_attentions(Fields(config))[-1]
     return {
         "allow_global_per_layer_attribute_access": True,
         "global_head_dim": full.head_dim,
@@ -101,7 +85,7 @@ def gemma4_engine_fields(config: JsonObject) -> JsonObject:
     }
 
 
-def _experts_beside_dense(config: JsonObject) -> MoeSpec | None:
+def _experts_beside_dense(config: Fields) -> MoeSpec | None:
     """transformers reads enable_moe_block, and vLLM whether there are num_experts."""
     has_block, has_experts = bool(config.get("enable_moe_block")), config.get("num_experts") is not None
     if has_block is not has_experts:
@@ -111,18 +95,14 @@ def _experts_beside_dense(config: JsonObject) -> MoeSpec | None:
         )
     if not has_block:
         return None
-    return MoeSpec(
-        **expert_sizes(config, top_k="top_k_experts"),
-        norm_topk_prob=True,
-        layers=(True,) * size(config, "num_hidden_layers"),
-        activation=GELU_TANH,
-        names=CheckpointNames(block=""),
-        is_beside_dense=True,
+    names = CheckpointNames(block="")
+    return config.experts(
+        norm_topk_prob=True, top_k="top_k_experts", activation=GELU_TANH, names=names, is_beside_dense=True
     )
 
 
-def _refuse_other_gemma4(config: JsonObject) -> None:
-    require(config, "hidden_size_per_layer_input")  # transformers' default is that of E2B
+def _refuse_other_gemma4(config: Fields) -> None:
+    config.require("hidden_size_per_layer_input")  # transformers' default is that of E2B
     lacking = [
         f"{feature} ({key}={config[key]!r})"
         for key, feature in (
@@ -138,32 +118,25 @@ def _refuse_other_gemma4(config: JsonObject) -> None:
         )
 
 
-def _gemma4_attentions(config: JsonObject) -> tuple[GqaSpec, ...]:
+def _gemma4_attentions(config: Fields) -> tuple[GqaSpec, ...]:
     """Layers with a window, and those without, of which the last one is."""
-    require(config, "sliding_window")
-    window, kinds, head_dim = (
-        size(config, "sliding_window"),
-        _kinds(config, ends_full=True),
-        size(config, "head_dim", 256),
-    )
-    local = replace(
-        grouped_queries(config, head_dim, _gemma4_rope(config, "sliding_attention", head_dim), qk_norm=True),
-        norms_values=True,
-        score_dim=1,
-        window=window,
-    )
-    full = _full_attention(config, local, kinds)
+    config.require("sliding_window")
+    window, kinds = config.size("sliding_window"), _kinds(config, ends_full=True)
+    head_dim = config.size("head_dim", 256)
+    rope = _gemma4_rope(config, "sliding_attention", head_dim)
+    heads = config.grouped_queries(head_dim, rope, qk_norm=True, norms_values=True, score_dim=1)
+    local, full = replace(heads, window=window), _full_attention(config, heads, kinds)
     return tuple(local if kind == "sliding_attention" else full for kind in kinds)
 
 
-def _full_attention(config: JsonObject, local: GqaSpec, kinds: list[str]) -> GqaSpec:
+def _full_attention(config: Fields, others: GqaSpec, kinds: list[str]) -> GqaSpec:
     """The heads of layers without a window: `per_layer_config` (transformers), or global fields (as published)."""
     are_values = config.get("attention_k_eq_v") or False
     if not isinstance(are_values, bool):
         raise ConfigError(f"model.hf_config.attention_k_eq_v must be true or false, got {are_values!r}")
-    heads: JsonObject = {"head_dim": size(config, "global_head_dim", 512)}
+    heads = Fields({"head_dim": config.size("global_head_dim", 512)})
     if are_values and config.get("num_global_key_value_heads") is not None:
-        heads["num_key_value_heads"] = size(config, "num_global_key_value_heads")
+        heads["num_key_value_heads"] = config.size("num_global_key_value_heads")
     given: object = config.get("per_layer_config")
     if given is not None:
         layers = {layer for layer, kind in enumerate(kinds) if kind == "full_attention"}
@@ -176,19 +149,19 @@ def _full_attention(config: JsonObject, local: GqaSpec, kinds: list[str]) -> Gqa
                 "model.hf_config.per_layer_config must give every layer with full_attention the same head_dim and "
                 f"num_key_value_heads, and no other layer any; got {given!r}"
             )
-        heads = first
+        heads = Fields(first)
     unknown = set(heads) - {"head_dim", "num_key_value_heads"}
-    kv_heads, head_dim = size(heads, "num_key_value_heads", local.num_kv_heads), size(heads, "head_dim", local.head_dim)
-    if unknown or local.num_heads % kv_heads:
+    kv_heads, head_dim = heads.size("num_key_value_heads", others.num_kv_heads), heads.size("head_dim", others.head_dim)
+    if unknown or others.num_heads % kv_heads:
         raise ConfigError(
             f"model.hf_config: layers with full_attention can have a head_dim, and num_key_value_heads that divide "
-            f"num_attention_heads {local.num_heads}; got {heads}"
+            f"num_attention_heads {others.num_heads}; got {heads}"
         )
     rope = _gemma4_rope(config, "full_attention", head_dim)
-    return replace(local, rope=rope, num_kv_heads=kv_heads, head_dim=head_dim, keys_are_values=are_values, window=None)
+    return replace(others, rope=rope, num_kv_heads=kv_heads, head_dim=head_dim, keys_are_values=are_values)
 
 
-def _gemma4_rope(config: JsonObject, kind: str, head_dim: int) -> RopeSpec:
+def _gemma4_rope(config: Fields, kind: str, head_dim: int) -> RopeSpec:
     """The rotation of layers of this kind. Fields of proportional RoPE are read here."""
     defaults: JsonObject = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -198,29 +171,28 @@ def _gemma4_rope(config: JsonObject, kind: str, head_dim: int) -> RopeSpec:
     given = defaults if given is None else given
     if not is_object(given) or set(given) != set(KINDS) or not all(is_object(one) for one in given.values()):
         raise ConfigError(f"model.hf_config.rope_parameters must be a mapping of {' and '.join(KINDS)}, got {given!r}")
-    own: JsonObject = given[kind]
+    own = Fields(given[kind])
     if own.get("rope_theta") is None:
         raise ConfigError(f"model.hf_config.rope_parameters.{kind} needs rope_theta, got {own!r}")
     if own.get("rope_type") != "proportional":
-        fields: JsonObject = {"model_type": config["model_type"], "rope_parameters": own}
-        return rope_spec(fields, head_dim)
+        return Fields({"model_type": config["model_type"], "rope_parameters": own}).rope(head_dim)
     unknown = set(own) - {"rope_type", "rope_theta", "partial_rotary_factor"}
-    share = number(own, "partial_rotary_factor", 1.0)
+    share = own.number("partial_rotary_factor", 1.0)
     if unknown or share > 1 or head_dim % 2:
         raise ConfigError(
             f"model.hf_config.rope_parameters.{kind}: proportional RoPE takes rope_theta and a "
             f"partial_rotary_factor of at most 1, for heads of an even size; got {own!r} for heads of {head_dim}"
         )
-    theta = number(own, "rope_theta", 1e4)
+    theta = own.number("rope_theta", 1e4)
     return RopeSpec(dim=head_dim, theta=theta, scaling=ProportionalScaling(share=share))
 
 
-def _kinds(config: JsonObject, *, ends_full: bool = False) -> list[str]:
+def _kinds(config: Fields, *, ends_full: bool = False) -> list[str]:
     """Which attention each layer has. `ends_full`: transformers makes the last one full, whatever the config says."""
-    num_layers = size(config, "num_hidden_layers")
+    num_layers = config.num_layers
     # transformers reads the one and writes the other
-    pattern = size(config, "sliding_window_pattern", size(config, "_sliding_window_pattern", 6))
-    kinds = by_layer(config, "layer_types") or [KINDS[(layer + 1) % pattern > 0] for layer in range(num_layers)]
+    pattern = config.size("sliding_window_pattern", config.size("_sliding_window_pattern", 6))
+    kinds = config.by_layer("layer_types") or [KINDS[(layer + 1) % pattern > 0] for layer in range(num_layers)]
     if ends_full and not config.get("layer_types"):
         kinds[-1] = "full_attention"
     if ends_full and kinds[-1] != "full_attention":
@@ -233,23 +205,22 @@ def _kinds(config: JsonObject, *, ends_full: bool = False) -> list[str]:
     return kinds
 
 
-def _ropes(config: JsonObject, head_dim: int) -> list[RopeSpec]:
+def _ropes(config: Fields, head_dim: int) -> list[RopeSpec]:
     """The rotations of full attention and of sliding windows, from `rope_parameters` by kind of layer
     (transformers 5), or from fields of their own (before); `rope_scaling` is that of full attention."""
     given: object = config.get("rope_parameters") or {}
     if not is_object(given) or set(given) - set(KINDS):
         raise ConfigError(f"model.hf_config.rope_parameters must be a mapping of {' and '.join(KINDS)}, got {given!r}")
-    thetas = number(config, "rope_theta", 1e6), number(config, "rope_local_base_freq", 1e4)
+    thetas = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
     scalings: tuple[object, object] = (config.get("rope_scaling") or {}, {})
     ropes: list[RopeSpec] = []
     for kind, theta, scaling in zip(KINDS, thetas, scalings, strict=True):
         own: object = given.get(kind) or {}
         if not is_object(own) or not is_object(scaling):
             raise ConfigError(f"model.hf_config: RoPE of {kind} must be a mapping, got {own!r} and {scaling!r}")
-        fields: JsonObject = {"model_type": config["model_type"], "rope_parameters": {**own, **scaling}}
-        for key in ("max_position_embeddings", "original_max_position_embeddings"):
-            fields[key] = config.get(key)
-        ropes.append(rope_spec(fields, head_dim, theta=theta))
+        passed = ("model_type", "max_position_embeddings", "original_max_position_embeddings")
+        fields = Fields({"rope_parameters": {**own, **scaling}, **{key: config.get(key) for key in passed}})
+        ropes.append(fields.rope(head_dim, theta=theta))
     return ropes
 
 

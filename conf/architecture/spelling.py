@@ -2,8 +2,8 @@
 
 import difflib
 from collections.abc import Collection
-from typing import Any
 
+from slipstream.conf.architecture.config_fields import Fields
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
@@ -28,10 +28,10 @@ def check_spelling(config: JsonObject, given: Collection[str], *, each_is_read: 
     Raises:
         ConfigError: Names the first such field and the field that was probably meant.
     """
-    asked = AskedConfig(config)
-    read_config(asked)
-    for name in sorted(set(given) - asked.names - _OF_ANY_MODEL):
-        meant = next((known for known in sorted(asked.names) if _is_misspelling(name, known)), None)
+    fields = Fields(config)
+    read_config(fields)
+    for name in sorted(set(given) - fields.asked - _OF_ANY_MODEL):
+        meant = next((known for known in sorted(fields.asked) if _is_misspelling(name, known)), None)
         if meant is not None or each_is_read:
             told = f"this model does not have. Did you mean {meant}?" if meant else "nobody reads; remove it"
             raise ConfigError(f"model.hf_config.{name} is a field that {told}")
@@ -45,19 +45,3 @@ def _is_misspelling(name: str, known: str) -> bool:
         return "".join(words) == "".join(known_words)
     likeness = [difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(words, known_words, strict=True)]
     return min(likeness) >= 0.6 and sum(likeness) >= len(words) - 0.5
-
-
-class AskedConfig(JsonObject):
-    """A config that notes which fields are looked for."""
-
-    def __init__(self, config: JsonObject) -> None:
-        super().__init__(config)
-        self.names: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.names.add(key)
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.names.add(key)
-        return super().__getitem__(key)

@@ -44,7 +44,7 @@ def check_architecture(config: RunConfig, hf_config: HfConfig) -> None:
     """Check every rule between the run and the model's config.json."""
     check_ep_size_fits_experts(config, hf_config)
     if config.trainer.cp_size > 1:
-        read_config(dict(hf_config)).check_cp_size(config.trainer.cp_size)
+        read_config(hf_config).check_cp_size(config.trainer.cp_size)
     check_sequence_fits_model(config, hf_config)
     check_lora_adapts_something(config, hf_config)
     check_expert_rank_has_kernels(config, hf_config)
@@ -357,7 +357,7 @@ def check_lora_adapts_something(config: RunConfig, hf_config: HfConfig) -> None:
     if config.trainer.mode is TrainMode.full:
         return
     if modules := [name for name in lora.targets if name not in LORA_TARGETS]:
-        spec = read_config(dict(hf_config))
+        spec = read_config(hf_config)
         shapes = [shape for attention in spec.attentions for shape in attention.linears(spec.hidden_size)]
         own = [*dict.fromkeys(shape.name for shape in shapes), *(MLP_MODULES if has_mlp else ())]
         if absent := [name for name in modules if name not in own]:

@@ -25,7 +25,7 @@ def check_engines_can_merge(config: RunConfig, hf_config: HfConfig) -> None:
     matrices that lie row by row."""
     if config.weight_sync.remote_merge is RemoteMerge.none:
         return
-    moe, has_adapted_experts = read_config(dict(hf_config)).moe, config.trainer.lora.experts
+    moe, has_adapted_experts = read_config(hf_config).moe, config.trainer.lora.experts
     is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
     wrong = {
         "weight_sync.mode=adapter, where nothing is merged": config.weight_sync.mode is SyncMode.adapter,

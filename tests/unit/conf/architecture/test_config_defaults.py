@@ -7,9 +7,9 @@ import pytest
 from cases.tiny_configs import BY_FAMILY, MOE
 from transformers import AutoConfig
 
+from slipstream.conf.architecture.config_fields import Fields
 from slipstream.conf.architecture.families import FAMILIES, read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.architecture.spelling import AskedConfig
 from slipstream.conf.errors import ConfigError
 
 CONFIGS: dict[str, dict[str, Any]] = {config["model_type"]: config for config in (*BY_FAMILY.values(), MOE)}
@@ -46,9 +46,9 @@ def computed(config: dict[str, Any]) -> ModelSpec:
 
 
 def asked(config: dict[str, Any]) -> set[str]:
-    noted = AskedConfig(config)
-    read_config(noted)
-    return noted.names - {"model_type"}
+    fields = Fields(config)
+    read_config(fields)
+    return fields.asked - {"model_type"}
 
 
 def test_every_family_has_a_config_here():
