@@ -2,25 +2,37 @@
 and what it sampled, whatever an agent does to its history.
 
 Templates (tests/cases/chat_templates), transformers' rendering, byte-level BPE and vLLM's tool parsers are real; the
-vocabulary is a small one with the family's special tokens. The engine is random: it samples ids that no tokenizer would
-write, thinking, calls of tools in other spellings, and it cuts responses off.
+vocabulary is a small one with the family's special tokens. A drawn engine samples ids that no tokenizer would write,
+thinking, calls of tools in other spellings, and cuts responses off. A real one has a random model, which says nonsense;
+transformers is the oracle of its log-probabilities. All its experts are used by each token: no choice between two of
+nearly equal weight can differ between the two.
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import random
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
+import pytest_asyncio
+import torch
+from fakes.one_worker import MAX_LOGPROB_ERROR, Checkpoints, one_worker
+from fakes.template_tokenizer import NUM_WORDS, QWEN, QWEN_PLAIN, save_template_tokenizer
 from tokenizers import Tokenizer
 
+from slipstream.conf.schema import RolloutConfig, SamplingConfig
 from slipstream.rollout.agents.chat_text import FolderChatText
 from slipstream.rollout.agents.episode import Episode, Limits, Sampled
-from slipstream.rollout.branches import branches_of, context_of
+from slipstream.rollout.branches import Branch, branches_of, context_of
 from slipstream.rollout.types import Prompt, Rollout, Turn
+from slipstream.rollout.worker import RolloutWorker
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 TOOLS = [
     {
@@ -53,6 +65,12 @@ class Family:
     plain: tuple[str, ...] = ()
     """Further added tokens, which are not special."""
 
+    def chat(self, folder: Path) -> FolderChatText:
+        """With its tokenizer, which is written there."""
+        save_template_tokenizer(folder, self.template, self.specials, self.plain)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return FolderChatText(folder, [tokenizer.token_to_id(text) for text in self.specials[: self.ends]], self.parser)
+
 
 HERMES = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>',
@@ -61,19 +79,11 @@ HERMES = (
 DEEPSEEK = tuple(
     f"<｜{name.replace(' ', chr(0x2581))}｜>"
     for name in (
-        *(
-            "end of sentence",
-            "begin of sentence",
-            "User",
-            "Assistant",
-            "tool calls begin",
-            "tool calls end",
-            "tool sep",
-        ),
-        *("tool call begin", "tool call end", "tool outputs begin", "tool outputs end"),
-        *("tool output begin", "tool output end"),
+        "end of sentence", "begin of sentence", "User", "Assistant", "tool calls begin", "tool calls end", "tool sep",
+        "tool call begin", "tool call end", "tool outputs begin", "tool outputs end", "tool output begin",
+        "tool output end",
     )
-)
+)  # fmt: skip
 DEEPSEEK_CALL = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -132,37 +142,75 @@ FAMILIES = {
 
 
 @dataclass
-class Engine:
-    """Samples at random, and remembers every request."""
+class Requests:
+    """Of one conversation to an engine, which answers tokens with a response."""
 
-    chat: FolderChatText
-    family: Family
-    draw: random.Random
-    contexts: dict[int, tuple[int | None, list[int]]] = field(default_factory=dict)
+    answer: Callable[[list[int]], Awaitable[Rollout]]
     given: list[list[int]] = field(default_factory=list)
-    sampled: list[list[int]] = field(default_factory=list)
-    vocab_size: int = 600
+    said: list[Rollout] = field(default_factory=list)
+    contexts: dict[int, tuple[int | None, list[int]]] = field(default_factory=dict)
 
     async def generate(self, parent: int | None, token_ids: list[int], max_tokens: int) -> Sampled:
         number = len(self.given)
         self.given.append([*context_of(self.contexts, parent), *token_ids])
-        tokens = self._say()
-        self.sampled.append(tokens)
-        self.contexts[number] = (parent, [*token_ids, *tokens])
-        return Sampled(number, tokens, [-0.01 * number] * len(tokens), "stop")
+        said = await self.answer(self.given[-1])
+        self.said.append(said)
+        self.contexts[number] = (parent, [*token_ids, *said.token_ids])
+        return Sampled(number, list(said.token_ids), list(said.logprobs), said.finish_reason)
 
-    def _say(self) -> list[int]:
-        draw, family = self.draw, self.family
+    def rollout(self, episode: Episode) -> Rollout:
+        """As the controller makes it; a token's version stands for its request."""
+        turns = []
+        for told in episode.turns:
+            new, said = self.contexts[told.request][1], self.said[told.request].token_ids
+            turns.append(Turn(told.parent, new[: len(new) - len(said)], len(said), told.reason))
+        order = [told.request for told in episode.turns]
+        return Rollout(
+            [token for request in order for token in self.said[request].token_ids],
+            [value for request in order for value in self.said[request].logprobs],
+            [request for request in order for _ in self.said[request].token_ids],
+            "", "stop", turns=tuple(turns),
+        )  # fmt: skip
+
+    def trained(self, rollout: Rollout) -> list[tuple[Branch, slice]]:
+        """Every response once: the sequence in which it counts, and where. It is what was sampled, after what was
+        given."""
+        found: dict[int, tuple[Branch, slice]] = {}
+        for branch in branches_of(Prompt(0, (), ""), rollout):
+            counted = zip(
+                (at for at, counts in enumerate(branch.counts) if counts), branch.policy_versions, strict=True
+            )
+            for request, run in itertools.groupby(counted, key=lambda pair: pair[1]):
+                places, said = [place for place, _ in run], self.said[request]
+                own = slice(places[0], places[0] + len(said.token_ids))
+                assert request not in found and places == list(range(own.start, own.stop))
+                assert branch.token_ids[: own.start] == self.given[request]
+                assert branch.token_ids[own] == list(said.token_ids) and branch.logprobs[own] == list(said.logprobs)
+                found[request] = branch, own
+        assert sorted(found) == list(range(len(self.given))), "every response is trained once"
+        return list(found.values())
+
+
+def drawn(chat: FolderChatText, family: Family, draw: random.Random) -> Callable[[list[int]], Awaitable[Rollout]]:
+    """An engine's answers."""
+
+    async def answer(_: list[int]) -> Rollout:
         parts = [
             draw.choice(["", family.thought, family.thought, "<think>hm</think>", "hm</think>"]),
             draw.choice(["", "first ", "so\n\n 12345 it's", "é {x} "]),
             draw.choice(["", "", *family.calls]),
         ]
-        tokens = [token for part in parts for token in self.chat.encode(part)]
+        tokens = [token for part in parts for token in chat.encode(part)]
         if draw.random() < 0.5:  # in ids that encode() would not write
             tokens[draw.randrange(len(tokens) + 1) :] += [draw.randrange(256) for _ in range(draw.randrange(4))]
-        end = draw.choice(list(self.chat.stop_texts))
-        return [*tokens, end] if draw.random() < 0.8 or not tokens else tokens
+        end = draw.choice(list(chat.stop_texts))
+        return response([*tokens, end] if draw.random() < 0.8 or not tokens else tokens, -draw.random())
+
+    return answer
+
+
+def response(tokens: list[int], logprob: float = -0.5) -> Rollout:
+    return Rollout(tokens, [logprob] * len(tokens), [0] * len(tokens), "", "stop")
 
 
 async def hold(episode: Episode, draw: random.Random, num_turns: int) -> None:
@@ -202,74 +250,40 @@ async def hold(episode: Episode, draw: random.Random, num_turns: int) -> None:
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, FolderChatText]:
     family = FAMILIES[request.param]
-    folder = tmp_path_factory.mktemp(family.template)
-    save_template_tokenizer(folder, family.template, family.specials, family.plain)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ends = [tokenizer.token_to_id(text) for text in family.specials[: family.ends]]
-    return family, FolderChatText(folder, ends, family.parser)
+    return family, family.chat(tmp_path_factory.mktemp(family.template))
 
 
-def an_episode(model: tuple[Family, FolderChatText], seed: int) -> tuple[Episode, Engine]:
-    family, chat = model
-    engine = Engine(chat, family, random.Random(seed))
+def episode_of(chat: FolderChatText, requests: Requests) -> Episode:
     limits = Limits(max_turns=20, max_tokens=10_000, max_turn_tokens=200, max_model_len=20_000)
-    return Episode(seed, chat, limits, engine.generate), engine
+    return Episode(0, chat, limits, requests.generate)
 
 
-def rollout_of(episode: Episode, engine: Engine) -> Rollout:
-    """As the controller makes it."""
-    turns = []
-    for told in episode.turns:
-        tokens, sampled = engine.contexts[told.request][1], engine.sampled[told.request]
-        turns.append(Turn(told.parent, tokens[: len(tokens) - len(sampled)], len(sampled), told.reason))
-    requests = [told.request for told in episode.turns]
-    return Rollout(
-        [token for request in requests for token in engine.sampled[request]],
-        [-0.01 * request for request in requests for _ in engine.sampled[request]],
-        [request for request in requests for _ in engine.sampled[request]],
-        "", "stop", turns=tuple(turns),
-    )  # fmt: skip
-
-
-def test_what_is_trained_is_what_the_engine_was_given_and_sampled(model: tuple[Family, FolderChatText]) -> None:
+async def test_what_is_trained_is_what_the_engine_was_given_and_sampled(model: tuple[Family, FolderChatText]) -> None:
     """30 conversations for each of seven templates."""
-    reasons: dict[str, int] = {}
+    family, chat = model
+    reasons = set[str]()
     for seed in range(30):
-        episode, engine = an_episode(model, seed)
-        asyncio.run(hold(episode, random.Random(seed), 6))
-        rollout = rollout_of(episode, engine)
-        counted: list[int] = []
-        for branch in branches_of(Prompt(0, (), ""), rollout):
-            versions, place = iter(branch.policy_versions), 0
-            while place < len(branch.token_ids):
-                if not branch.counts[place]:
-                    place += 1
-                    continue
-                request = next(versions)  # the version stands for the request
-                sampled = engine.sampled[request]
-                assert branch.token_ids[:place] == engine.given[request]
-                assert branch.token_ids[place : place + len(sampled)] == sampled
-                assert all(branch.counts[place : place + len(sampled)])
-                assert branch.logprobs[place : place + len(sampled)] == [-0.01 * request] * len(sampled)
-                for _ in sampled[1:]:
-                    assert next(versions) == request
-                counted.append(request)
-                place += len(sampled)
-        assert sorted(counted) == list(range(6)), "every response is trained once"
-        for turn in rollout.turns:
-            reasons[turn.reason] = reasons.get(turn.reason, 0) + 1
-    print(model[0].template, reasons)
-    assert {"start", "edited", "fork", "new", "" if model[0].continues else "template"} <= reasons.keys()
+        requests = Requests(drawn(chat, family, random.Random(seed)))
+        episode = episode_of(chat, requests)
+        await hold(episode, random.Random(seed), 6)
+        rollout = requests.rollout(episode)
+        assert len(requests.trained(rollout)) == 6
+        reasons |= {turn.reason for turn in rollout.turns}
+    assert {"start", "edited", "fork", "new", "" if family.continues else "template"} <= reasons
 
 
 async def test_thinking_a_call_and_its_result_are_one_sequence(model: tuple[Family, FolderChatText]) -> None:
     """In every spelling of the call, where the family's template keeps an answer that calls a tool as it was said."""
     family, chat = model
     for call in family.calls if family.parser else ():
-        episode, engine = an_episode(model, 0)
         end = family.specials[1] if family.template == "glm4moe" else family.specials[0]
         says = [f"{family.thought}{call}{end}", f"{family.thought}3{family.specials[0]}"]
-        engine._say = lambda says=says: chat.encode(says.pop(0))  # type: ignore[method-assign]
+
+        async def answer(_: list[int], says: list[str] = says) -> Rollout:
+            return response(chat.encode(says.pop(0)))
+
+        requests = Requests(answer)
+        episode = episode_of(chat, requests)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "1 + 2?"}]
         reply = (await episode.chat(messages, TOOLS)).reply
         (made,) = reply.tool_calls
@@ -278,10 +292,12 @@ async def test_thinking_a_call_and_its_result_are_one_sequence(model: tuple[Fami
         rendered = chat.render(messages, TOOLS)
         assert "None" not in rendered.rpartition("1 + 2?")[2], "no content is not the text None"
         assert [turn.reason for turn in episode.turns] == ["start", "" if family.continues else "template"]
-        assert (call in chat.decode(engine.given[1])) if family.continues else engine.given[1] == chat.encode(rendered)
+        assert (
+            (call in chat.decode(requests.given[1])) if family.continues else requests.given[1] == chat.encode(rendered)
+        )
 
 
-def test_a_call_that_does_not_parse_leaves_no_traceback_in_the_log(
+async def test_a_call_that_does_not_parse_leaves_no_traceback_in_the_log(
     model: tuple[Family, FolderChatText], caplog: pytest.LogCaptureFixture
 ) -> None:
     family, chat = model
@@ -293,3 +309,51 @@ def test_a_call_that_does_not_parse_leaves_no_traceback_in_the_log(
     finally:
         vllm.removeHandler(caplog.handler)
     assert [record.name for record in caplog.records if record.exc_info] == []
+
+
+SEEDS = range(5, 13)
+"""Each draws a conversation for each of seven templates: answers are edited, cut, asked again and begun anew."""
+MAX_MODEL_LEN = 4096
+VOCAB_SIZE = NUM_WORDS + 40
+"""More than any family's tokenizer has, as published models have."""
+SHORT = SamplingConfig(max_tokens=12)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Checkpoints, RolloutWorker]]:
+    """A worker that serves version 0. A turn ends with the first special token of each family, which is one id."""
+    folder = tmp_path_factory.mktemp("templates")
+    checkpoints = Checkpoints(
+        folder, vocab_size=VOCAB_SIZE, eos_token_id=NUM_WORDS, max_position_embeddings=MAX_MODEL_LEN,
+        num_experts=2, num_experts_per_tok=2,
+    )  # fmt: skip
+    config = RolloutConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=32, kv_cache_bytes=256 << 20, sampling=SHORT)
+    async with one_worker(folder, checkpoints, config) as one:
+        assert (await one.publish(0)).replicas[0].error is None
+        yield checkpoints, one.worker
+
+
+async def test_what_is_trained_has_the_engines_tokens_and_transformers_log_probabilities(
+    served: tuple[Checkpoints, RolloutWorker], model: tuple[Family, FolderChatText]
+) -> None:
+    (checkpoints, worker), chat = served, model[1]
+
+    async def answer(given: list[int]) -> Rollout:
+        return (await worker.generate_group(Prompt(0, tuple(given), ""), 1, sampling=SHORT))[0]
+
+    async def converse(seed: int) -> tuple[Requests, Rollout]:
+        requests = Requests(answer)
+        episode = episode_of(chat, requests)
+        await hold(episode, random.Random(seed), 4)
+        return requests, requests.rollout(episode)
+
+    reasons = set[str]()
+    for requests, rollout in await asyncio.gather(*map(converse, SEEDS)):
+        for branch, own in requests.trained(rollout):
+            with torch.no_grad():
+                logits_TV = checkpoints.model(0)(torch.tensor([branch.token_ids])).logits[0].float()
+            expected_T = torch.log_softmax(logits_TV[:-1], -1).gather(1, torch.tensor(branch.token_ids)[1:, None])[:, 0]
+            error_T = expected_T[own.start - 1 : own.stop - 1] - torch.tensor(branch.logprobs[own])
+            assert error_T.abs().max() < MAX_LOGPROB_ERROR
+        reasons |= {turn.reason for turn in rollout.turns}
+    assert {"start", "edited", "new"} <= reasons

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
-from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
+from contract.test_real_templates import FAMILIES
 
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.prompts import PromptReader
@@ -28,26 +28,17 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "description": "w", "parameters": {"type": "object"}}}
 ]
 USER, ANSWER = {"role": "user", "content": "Paris?"}, {"role": "assistant", "content": "Sunny."}
-DEEPSEEK = tuple(f"<｜{name}｜>" for name in ("end▁of▁sentence", "begin▁of▁sentence", "User", "Assistant"))
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0].role != 'system' %}<|im_start|>system\nBe kind."
     "<|im_end|>\n{% endif %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As SmolLM2's."""
-SPECIALS = {
-    "qwen3": QWEN,
-    "qwen3_instruct_2507": QWEN,
-    "llama3_1": ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
-    "glm4moe": ("<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>"),
-    "gptoss": ("<|return|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>"),
-    "deepseekv3": DEEPSEEK,
-    "deepseek_r1_distill": DEEPSEEK,
-}
+MODELS = {family.template: family for family in FAMILIES.values()}
 
 
 def saved(folder: Path, name: str) -> Path:
-    save_template_tokenizer(folder, name, SPECIALS[name], QWEN_PLAIN)
+    MODELS[name].chat(folder)
     return folder
 
 
@@ -73,7 +64,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SPECIALS if not name.startswith(("deepseek", "glm", "gptoss"))])
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(("deepseek", "glm", "gptoss"))])
 @pytest.mark.parametrize(("row", "theirs"), ROWS.values(), ids=ROWS)
 def test_tools_of_a_row_are_written_as_transformers_writes_them(
     tmp_path: Path, name: str, row: dict[str, Any], theirs: list[tuple[list[dict[str, Any]], bool]]
@@ -131,7 +122,7 @@ def test_options_that_are_no_variables_of_the_template_are_refused(
         TextEncoder(folder).check_options({option: True}, "data.chat_template_kwargs")
 
 
-@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("calls", [None, []])
 def test_an_answer_without_calls_is_the_same_whether_it_says_so_or_not(
     tmp_path: Path, name: str, calls: list[Any] | None
@@ -144,7 +135,7 @@ def test_an_answer_without_calls_is_the_same_whether_it_says_so_or_not(
         assert dumped == plain
 
 
-@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_message_of_an_agent_that_the_template_leaves_out_is_refused_each_time(tmp_path: Path, name: str) -> None:
     """Instructions of a developer, in a family that does not know this role, would be silently unheard."""
     chat, refused = FolderChatText(saved(tmp_path, name), []), 0
@@ -181,7 +172,7 @@ def taught(folder: Path, messages: list[dict[str, Any]], **columns: Any) -> list
     return found
 
 
-@pytest.mark.parametrize("name", [*SPECIALS, "chatml"])
+@pytest.mark.parametrize("name", [*MODELS, "chatml"])
 def test_an_answer_that_begins_a_conversation_is_taught_alone(tmp_path: Path, name: str) -> None:
     """ShareGPT's often begin so. A template that begins with words of its own has them untaught."""
     folder = saved(tmp_path, "qwen3" if name == "chatml" else name)
@@ -192,7 +183,7 @@ def test_an_answer_that_begins_a_conversation_is_taught_alone(tmp_path: Path, na
     assert pieces[0].partition("<")[0] == "Hello." and "4" in pieces[1] and len(pieces) == 2
 
 
-@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_answer_is_taught_once_and_as_the_template_writes_it_in_the_last_place(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path, name)
     messages = turns("2+2?", "4", "3+3?", "6")
@@ -254,7 +245,7 @@ SYSTEM, CALL = ({"role": "system", "content": "Be brief."}, {"role": "assistant"
 RESULT = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "2"}
 
 
-@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("name", MODELS)
 def test_what_templates_take_is_taken(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path, name)
     for messages in ([SYSTEM, USER], [SYSTEM, USER, ANSWER, USER], [USER, CALL, RESULT], [SYSTEM, USER, CALL, RESULT]):
@@ -275,7 +266,7 @@ IN_THE_MIDDLE = {
 }
 
 
-@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_system_turn_in_the_middle_is_refused_where_the_template_drops_or_moves_it(tmp_path: Path, name: str) -> None:
     folder, middle = saved(tmp_path, name), [SYSTEM, USER, ANSWER, LATER, USER]
     refusal = IN_THE_MIDDLE[name]
@@ -287,7 +278,7 @@ def test_a_system_turn_in_the_middle_is_refused_where_the_template_drops_or_move
             read(folder, row, DataConfig())
 
 
-@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("name", MODELS)
 def test_an_unknown_role_is_refused_unless_the_template_names_it(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path, name)
     for role in ("human", "developer", "gpt"):
