@@ -1,21 +1,26 @@
 """Locks: OpenAI's own Python client, and a framework on top of it, get what the protocol promises; tool calls are found
-by vLLM's parsers.
+by vLLM's parsers; who asks for token ids gets them where vLLM's own server has them, and log-probabilities in its form.
 
 The endpoint, its episodes and vLLM's parsers are real; a script stands in for the engine. tests/system/test_agents.py
-has the same client in a run with a real engine.
+has the same client in a run with a real engine. Oracle of token ids and log-probabilities is vLLM: its classes read the
+answers, and its server's functions write the log-probabilities.
 """
 
 import importlib
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
 import pytest
 from fakes.scripted_engine import Script
+from pydantic import BaseModel
 
 from slipstream.orchestrator.data.prompts import PromptReader
 from slipstream.orchestrator.data.sources import START, Row
@@ -23,7 +28,7 @@ from slipstream.orchestrator.inputs.character_tokenizer import save_character_to
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.agents.chat_text import FolderChatText
 from slipstream.rollout.agents.endpoint import Endpoint
-from slipstream.rollout.agents.episode import EngineFailed, Episode, Limits
+from slipstream.rollout.agents.episode import Episode, Limits
 from slipstream.rollout.agents.request_fields import (
     FIXED,
     HARMLESS,
@@ -44,6 +49,7 @@ TOOLS: list[Any] = [
         "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
     }
 ]
+GO: list[Any] = [{"role": "user", "content": "go"}]
 CALL = 'so <tool_call>{"name":"add","arguments":{"b":2,"a":1}}</tool_call>'
 
 
@@ -70,16 +76,25 @@ def chat(folder: Path) -> FolderChatText:
     return FolderChatText(folder, [2], "hermes")
 
 
-@pytest.fixture
-async def served(chat: FolderChatText) -> AsyncIterator[tuple[openai.AsyncOpenAI, Script, Episode]]:
+@asynccontextmanager
+async def serving(
+    chat: FolderChatText, options: Mapping[str, Any] = {}
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, Script, Episode]]:
+    """An endpoint with one episode, whose template has these options, and a client of it."""
     script = Script(chat)
     limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
-    episode = Episode(0, chat, limits, script.generate)
+    episode = Episode(0, chat, limits, script.generate, options)
     endpoint = Endpoint({"sesame": episode}, {"temperature": 1.0, "top_p": 1.0})
     base_url = await endpoint.start("127.0.0.1", 0)
     async with openai.AsyncOpenAI(base_url=base_url, api_key="sesame", max_retries=0) as client:
         yield client, script, episode
     await endpoint.close()
+
+
+@pytest.fixture
+async def served(chat: FolderChatText) -> AsyncIterator[tuple[openai.AsyncOpenAI, Script, Episode]]:
+    async with serving(chat) as served:
+        yield served
 
 
 Served = tuple[openai.AsyncOpenAI, Script, Episode]
@@ -112,7 +127,7 @@ async def test_special_tokens_in_a_text_that_was_asked_for_with_them_change_neit
     client, script, episode = served
     script.texts = ["a<bos>b<eos>", f"a<bos>{CALL}<eos>", "c<bos><eos>", "d<bos>e<eos>"]
     keeps = {"skip_special_tokens": False}
-    messages: list[Any] = [{"role": "user", "content": "go"}]
+    messages: list[Any] = [*GO]
     first = await client.chat.completions.create(model="policy", messages=messages, extra_body=keeps)
     assert (first.choices[0].message.content, episode.last_reply) == ("a<bos>b", "ab")
     messages += [first.choices[0].message, {"role": "user", "content": "on"}]
@@ -158,62 +173,11 @@ async def test_an_agent_framework_runs_unmodified_and_its_history_keeps_the_toke
     assert script.given[2][1] == "\nuser: And 1?\nassistant: "
 
 
-async def test_a_stream_has_the_same_answer(served: Served) -> None:
-    client, script, _ = served
-    script.texts = [f"{CALL}<eos>", "done<eos>"]
-    messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
-    calls: dict[int, tuple[str, str]] = {}
-    reasons: list[str | None] = []
-    usage = None
-    stream = await client.chat.completions.create(
-        model="policy", messages=messages, tools=TOOLS, stream=True, stream_options={"include_usage": True}
-    )
-    async for event in stream:
-        usage = event.usage or usage
-        for choice in event.choices:
-            reasons.append(choice.finish_reason)
-            for call in choice.delta.tool_calls or []:
-                assert call.function is not None
-                calls[call.index] = (call.function.name or "", call.function.arguments or "")
-    assert reasons[-1] == "tool_calls"
-    assert calls[0][0] == "add"
-    assert usage is not None
-    assert usage.completion_tokens == len(CALL) + 1
-    texts = [event.choices[0].text async for event in await client.completions.create(
-        model="policy", prompt="go", stream=True)]  # fmt: skip
-    assert "".join(texts) == "done"
-
-
-async def test_several_choices_and_log_probabilities(served: Served) -> None:
-    client, script, episode = served
-    script.texts = ["a<eos>", "bc<eos>"]
-    messages: list[Any] = [{"role": "user", "content": "go"}]
-    answer = await client.chat.completions.create(model="policy", messages=messages, n=2, logprobs=True)
-    assert {choice.message.content for choice in answer.choices} == {"a", "bc"}
-    for choice in answer.choices:
-        assert choice.logprobs is not None
-        assert [one.logprob for one in choice.logprobs.content or []] == [-0.5] * (
-            len(choice.message.content or "") + 1
-        )
-    assert [turn.reason for turn in episode.turns] == ["start", "fork"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stop": ["x"]}, r"rollout\.sampling\.stop is for all"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats=True"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of type text"),
-    ],
-)
-async def test_what_would_not_be_done_is_refused(served: Served, fields: dict[str, Any], message: str) -> None:
+async def test_a_refused_field_is_named(served: Served) -> None:
     client, _, episode = served
-    body = {"messages": [{"role": "user", "content": "go"}], **fields}
-    with pytest.raises(openai.BadRequestError, match=message) as refused:
-        await client.post("/chat/completions", body={"model": "policy", **body}, cast_to=object)
-    (field,) = fields
-    assert (refused.value.code, refused.value.param) == ("invalid_request", None if field == "messages" else field)
-    assert not episode.turns
+    with pytest.raises(openai.BadRequestError, match=r"rollout\.sampling\.stop is for all") as refused:
+        await client.chat.completions.create(model="policy", messages=GO, stop=["x"])
+    assert (refused.value.code, refused.value.param) == ("invalid_request", "stop") and not episode.turns
 
 
 @pytest.mark.parametrize("text", ["1 + 2 =", "<bos>1 + 2 ="])
@@ -280,25 +244,18 @@ def test_each_field_of_the_protocol_is_honoured_harmless_or_refused_by_its_name(
     [(None, True, r"rollout\.episodes\.tool_parser is null"), ("hermes", False, "chat template writes none")],
 )
 async def test_tools_that_the_model_or_the_agent_would_not_see_are_refused(
-    chat: FolderChatText, tmp_path: Path, parser: str | None, knows_tools: bool, message: str
+    tmp_path: Path, parser: str | None, knows_tools: bool, message: str
 ) -> None:
     save_character_tokenizer(tmp_path, vocab_size=200)
     description = json.loads((tmp_path / "tokenizer_config.json").read_text())
     if knows_tools:
         description["chat_template"] = "{% if tools %}{{ tools | tojson }}{% endif %}" + description["chat_template"]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(description))
-    own = FolderChatText(tmp_path, [2], parser)
-    script = Script(own)
-    limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
-    endpoint = Endpoint({"sesame": Episode(0, own, limits, script.generate)}, {"temperature": 1, "top_p": 1})
-    base_url = await endpoint.start("127.0.0.1", 0)
-    script.texts = ["a<eos>"]
-    messages: list[Any] = [{"role": "user", "content": "go"}]
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="sesame", max_retries=0) as client:
+    async with serving(FolderChatText(tmp_path, [2], parser)) as (client, script, _):
+        script.texts = ["a<eos>"]
         with pytest.raises(openai.BadRequestError, match=message):
-            await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-        await client.chat.completions.create(model="policy", messages=messages)
-    await endpoint.close()
+            await client.chat.completions.create(model="policy", messages=GO, tools=TOOLS)
+        await client.chat.completions.create(model="policy", messages=GO)
 
 
 async def test_options_of_the_template_are_the_episodes_unless_a_request_gives_them(folder: Path) -> None:
@@ -308,18 +265,12 @@ async def test_options_of_the_template_are_the_episodes_unless_a_request_gives_t
     description = json.loads((own / "tokenizer_config.json").read_text())
     description["chat_template"] += "{% if enable_thinking %}think: {% endif %}"
     (own / "tokenizer_config.json").write_text(json.dumps(description))
-    chat = FolderChatText(own, [2])
-    script = Script(chat)
-    limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
-    episode = Episode(0, chat, limits, script.generate, {"enable_thinking": True})
-    endpoint = Endpoint({"sesame": episode}, {"temperature": 1, "top_p": 1})
-    base_url = await endpoint.start("127.0.0.1", 0)
-    async with aiohttp.ClientSession() as client:
-        session = Session(client, base_url, "sesame", "policy")
-        go = [{"role": "user", "content": "go"}]
+    async with serving(FolderChatText(own, [2]), {"enable_thinking": True}) as (openais, script, _):
+        client = aiohttp.ClientSession()
+        session = Session(client, str(openais.base_url).rstrip("/"), "sesame", "policy")
         for given in ({}, {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": None}):
             script.texts.append("a<eos>")
-            await session.chat(go, **given)
+            await session.chat(GO, **given)
         closed = "<bos>user: go\nassistant: "
         assert [text for _, text in script.given] == [closed + "think: ", closed, closed + "think: "]
         for refused, message in (
@@ -328,10 +279,10 @@ async def test_options_of_the_template_are_the_episodes_unless_a_request_gives_t
             ([1], "chat_template_kwargs must be an object"),
         ):
             with pytest.raises(SessionError, match=message):
-                await session.chat(go, chat_template_kwargs=refused)
+                await session.chat(GO, chat_template_kwargs=refused)
         with pytest.raises(SessionError, match=r"chat_template_kwargs=.* is not supported"):
             await session.complete("go", chat_template_kwargs={"enable_thinking": False})
-    await endpoint.close()
+        await client.close()
 
 
 async def test_another_path_is_answered_with_those_that_there_are(served: Served) -> None:
@@ -349,29 +300,12 @@ async def test_another_path_is_answered_with_those_that_there_are(served: Served
     assert not episode.turns and [model.id async for model in client.models.list()] == ["policy"]
 
 
-async def test_limits_keys_and_ends_have_codes(served: Served) -> None:
-    client, script, episode = served
-    script.texts = ["x" * 80] * 9
-    messages: list[Any] = [{"role": "user", "content": "go"}]
-    for _ in range(5):
-        await client.chat.completions.create(model="policy", messages=messages)
-    with pytest.raises(openai.BadRequestError, match="400 tokens") as spent:
-        await client.chat.completions.create(model="policy", messages=messages)
-    assert spent.value.code == "context_length_exceeded"
-    words = r"this model's maximum context length is 2000 tokens \(rollout\.max_model_len\): the conversation has 20"
-    with pytest.raises(openai.BadRequestError, match=words) as long:
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go" * 1000}])
-    assert long.value.code == "context_length_exceeded"
-    huge: list[Any] = [{"role": "user", "content": "x" * 10_000_000}]
-    words = "this model's maximum context length is 2000 tokens .*: the conversation has 10000004 characters"
-    with pytest.raises(openai.BadRequestError, match=words):
-        await client.chat.completions.create(model="policy", messages=huge)
-    with pytest.raises(openai.AuthenticationError):
-        await client.with_options(api_key="another").chat.completions.create(model="policy", messages=messages)
-    script.error = EngineFailed("no engine is left")
-    episode.end()
-    with pytest.raises(openai.PermissionDeniedError, match="this episode is over"):
-        await client.chat.completions.create(model="policy", messages=messages)
+async def test_a_conversation_that_does_not_fit_is_refused_whatever_its_size(served: Served) -> None:
+    limit = r"this model's maximum context length is 2000 tokens \(rollout\.max_model_len\): the conversation has"
+    for text, size in (("go" * 1000, "20"), ("x" * 10_000_000, "10000004 characters")):
+        with pytest.raises(openai.BadRequestError, match=f"{limit} {size}") as long:
+            await served[0].chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+        assert long.value.code == "context_length_exceeded"
 
 
 def test_parsers_of_other_models_are_refused_with_the_list(chat: FolderChatText, tmp_path: Path) -> None:
@@ -379,3 +313,107 @@ def test_parsers_of_other_models_are_refused_with_the_list(chat: FolderChatText,
     assert {"hermes", "llama3_json", "qwen3_coder", "glm45", "deepseek_v31"} <= set(parser_names())
     with pytest.raises(AgentError, match=r"deepseek_v31 is not for this model.*hermes"):
         ToolCallParser("deepseek_v31", ChatTemplate(tmp_path).tokenizer)
+
+
+# -- token ids and log-probabilities, where and as vLLM's server has them ----------------------------------------------
+
+
+async def post(client: openai.AsyncOpenAI, path: str, body: dict[str, Any]) -> Any:
+    return json.loads((await client.post(path, body=body, cast_to=httpx.Response)).text)
+
+
+def read(kind: type[BaseModel], answer: Any) -> Any:
+    """An answer in vLLM's class, which has all of its fields."""
+    found = kind.model_validate(answer)
+    assert not found.model_extra
+    for choice in found.choices:  # type: ignore[attr-defined]
+        assert not choice.model_extra
+    return found
+
+
+async def test_a_chat_has_the_tokens_of_each_choice_and_of_the_whole_prompt(served: Served) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+
+    client, script, _ = served
+    script.texts = ["a<eos>", "bc<eos>", "d<eos>"]
+    body = {"model": "policy", "messages": GO, "n": 2, "logprobs": True, "return_token_ids": True}
+    first = read(ChatCompletionResponse, await post(client, "/chat/completions", body))
+    prompt = script.chat.encode(script.given[0][1])
+    assert first.prompt_token_ids == prompt
+    said = {choice.message.content: choice.token_ids for choice in first.choices}
+    assert said == {text: script.chat.encode(f"{text}<eos>") for text in ("a", "bc")}
+    assert all(len(choice.logprobs.content) == len(choice.token_ids) for choice in first.choices)
+    history = [*GO, {"role": "assistant", "content": "bc"}, *GO]
+    body = {"model": "policy", "messages": history, "return_token_ids": True}
+    again = read(ChatCompletionResponse, await post(client, "/chat/completions", body))
+    assert again.prompt_token_ids == [*prompt, *said["bc"], *script.chat.encode(script.given[2][1])]
+    assert again.usage.prompt_tokens == len(again.prompt_token_ids)
+    for field in ({}, {"return_token_ids": False}, {"return_token_ids": None}):
+        script.texts = ["a<eos>"]
+        answer = await post(client, "/chat/completions", {"messages": GO, **field})
+        assert "prompt_token_ids" not in answer and "token_ids" not in answer["choices"][0]
+
+
+async def test_a_plain_prompt_has_its_tokens_in_each_choice(served: Served) -> None:
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+
+    client, script, _ = served
+    script.texts = ["a<eos>", "bc<eos>"]
+    body = {"prompt": [3, 4], "n": 2, "return_token_ids": True, "logprobs": 0}
+    answer = read(CompletionResponse, await post(client, "/completions", body))
+    assert [choice.prompt_token_ids for choice in answer.choices] == [[3, 4]] * 2
+    said = {choice.text: choice.token_ids for choice in answer.choices}
+    assert said == {text: script.chat.encode(f"{text}<eos>") for text in ("a", "bc")}
+
+
+async def events_of(client: openai.AsyncOpenAI, path: str, body: dict[str, Any], kind: type[BaseModel]) -> list[Any]:
+    lines = (await client.post(path, body={**body, "stream": True}, cast_to=httpx.Response)).text.split("\n\n")
+    return [read(kind, json.loads(line.removeprefix("data: "))) for line in lines if line.startswith("data: {")]
+
+
+async def test_a_stream_has_the_prompt_once_for_each_choice_and_every_sampled_token_once(served: Served) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
+    from vllm.entrypoints.openai.completion.protocol import CompletionStreamResponse
+
+    client, script, _ = served
+    texts = {"a": script.chat.encode("a<eos>"), "bc": script.chat.encode("bc<eos>")}
+    script.texts = [f"{text}<eos>" for text in texts]
+    body: dict[str, Any] = {"messages": GO, "n": 2, "return_token_ids": True}
+    chunks = await events_of(client, "/chat/completions", body, ChatCompletionStreamResponse)
+    said = dict[int, tuple[str, list[int]]]()
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        text, tokens = said.get(choice.index, ("", []))
+        is_first = choice.index not in said
+        assert chunk.prompt_token_ids == (script.chat.encode(script.given[0][1]) if is_first else None)
+        said[choice.index] = (text + (choice.delta.content or ""), tokens + (choice.token_ids or []))
+    assert dict(said.values()) == texts
+    script.texts = ["a<eos>"]
+    body = {"prompt": [3, 4], "return_token_ids": True}
+    (chunk,) = await events_of(client, "/completions", body, CompletionStreamResponse)
+    assert (chunk.choices[0].prompt_token_ids, chunk.choices[0].token_ids) == ([3, 4], texts["a"])
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_log_probabilities_are_written_as_vllm_does(served: Served, as_ids: bool) -> None:
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.logprobs import Logprob
+
+    client, script, _ = served
+    tokens = script.chat.encode("bc<eos>")
+    sampled = [{token: Logprob(-0.5, 1, script.chat.decode([token]))} for token in tokens]
+    server: Any = SimpleNamespace(return_tokens_as_token_ids=False)
+    server._get_decoded_token = GenerateBaseServing._get_decoded_token
+    server._get_top_logprobs = lambda *given, **named: OpenAIServingChat._get_top_logprobs(server, *given, **named)
+    script.texts = ["bc<eos>"] * 2
+    body = {"return_tokens_as_token_ids": as_ids}
+    answer = await post(client, "/chat/completions", {**body, "messages": GO, "logprobs": True})
+    theirs = OpenAIServingChat._create_chat_logprobs(server, tokens, sampled, None, return_as_token_id=as_ids)
+    assert answer["choices"][0]["logprobs"] == theirs.model_dump()
+    answer = await post(client, "/completions", {**body, "prompt": "go", "logprobs": 0})
+    theirs = OpenAIServingCompletion._create_completion_logprobs(
+        server, tokens, sampled, 0, None, return_as_token_id=as_ids
+    )
+    assert answer["choices"][0]["logprobs"] == theirs.model_dump()

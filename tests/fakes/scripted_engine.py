@@ -11,11 +11,8 @@ class Script:
         self.chat = chat
         self.texts: list[str] = []
         self.given: list[tuple[int | None, str]] = []
-        self.error: Exception | None = None
 
     async def generate(self, parent: int | None, token_ids: list[int], max_tokens: int) -> Sampled:
-        if self.error is not None:
-            raise self.error
         self.given.append((parent, self.chat.decode(token_ids)))
         tokens = self.chat.encode(self.texts.pop(0))[:max_tokens]
         reason = "stop" if tokens[-1] == 2 else "length"
