@@ -1,11 +1,12 @@
 """The weight sync on its own: tensors or a folder of safetensors into engines, over real Mooncake and ZMQ."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from fakes.publish import EMBED, KEY, NUM_ENGINE_RANKS, EndpointThread, PlainEngine, checkpoint
+from fakes.publish import EMBED, KEY, NUM_ENGINE_RANKS, EndpointThread, PlainEngine, checkpoint, committed
 from safetensors.torch import save_file
 
 from slipstream.conf.errors import ConfigError
@@ -17,88 +18,93 @@ from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 CONFIG = WeightSyncConfig(watermark_bytes=1 << 16)
 
 
-class Replica:
-    """An engine with plain tensors that a publisher can reach."""
+Sends = Callable[..., Sender]
 
-    def __init__(self) -> None:
-        self.engine = PlainEngine([MooncakeTransport(timeout_s=CONFIG.timeout_s) for _ in range(NUM_ENGINE_RANKS)])
-        self._thread = EndpointThread(self.engine)
-        self.address = self._thread.address
 
-    def close(self) -> None:
-        self._thread.close()
+def replica() -> EndpointThread:
+    return EndpointThread(PlainEngine([MooncakeTransport(timeout_s=CONFIG.timeout_s) for _ in range(NUM_ENGINE_RANKS)]))
 
 
 @pytest.fixture
-def replicas() -> Iterator[list[Replica]]:
-    made = [Replica(), Replica()]
+def replicas() -> Iterator[list[EndpointThread]]:
+    """Engines with plain tensors that a publisher can reach."""
+    made = [replica(), replica()]
     yield made
-    for replica in made:
-        replica.close()
+    for one in made:
+        one.close()
 
 
-def test_a_dict_of_tensors_is_sent_as_it_is_at_each_update(replicas: list[Replica]) -> None:
-    tensors = checkpoint(3)
-    calls: list[str] = []
-    sender = Sender(register_tensors(tensors), [r.address for r in replicas], key=KEY, device="cpu", config=CONFIG)
-    try:
-        for version in (3, 4):
-            for name, tensor in checkpoint(version).items():
-                tensors[name].copy_(tensor)
-            report = sender.update(version, request_hook=calls.append)
-            assert report.num_committed == 2
-            assert [replica.engine.wrong_params(version) for replica in replicas] == [[], []]
-    finally:
-        sender.close()
+@pytest.fixture
+def sends(replicas: list[EndpointThread]) -> Iterator[Sends]:
+    """Makes a sender of tensors to all of them."""
+    with ExitStack() as ends:
+
+        def make(tensors: dict[str, torch.Tensor]) -> Sender:
+            addresses = [one.address for one in replicas]
+            sender = Sender(register_tensors(tensors), addresses, key=KEY, device="cpu", config=CONFIG)
+            ends.callback(sender.close)
+            return sender
+
+        yield make
+
+
+def overwrite(tensors: dict[str, torch.Tensor], version: int) -> None:
+    for name, tensor in checkpoint(version).items():
+        tensors[name].copy_(tensor)
+
+
+def test_a_dict_of_tensors_is_sent_as_it_is_at_each_update(replicas: list[EndpointThread], sends: Sends) -> None:
+    tensors, calls = checkpoint(3), list[str]()
+    sender = sends(tensors)
+    for version in (3, 4):
+        overwrite(tensors, version)
+        assert sender.update(version, request_hook=calls.append).num_committed == 2
+        assert [one.handler.wrong_params(version) for one in replicas] == [[], []]
     assert calls == ["start", "finish"] * 2
     assert sender.link == "tcp"
 
 
-def test_parts_of_tensors_and_another_format_make_the_same_engine(replicas: list[Replica]) -> None:
+def test_parts_of_tensors_and_another_format_make_the_same_engine(replicas: list[EndpointThread]) -> None:
     tensors = {name: tensor.float() for name, tensor in checkpoint(1).items()}
     whole = tensors.pop(EMBED)
     parts = {EMBED: Part(whole[:], (0, 0), tuple(whole.shape))}
     report = update(register_tensors({**tensors, **parts}), [replicas[0].address], key=KEY, device="cpu", config=CONFIG)
     assert report.num_committed == 1
-    assert replicas[0].engine.wrong_params(0) == replicas[0].engine.wrong_params(2) != []
-    assert replicas[0].engine.wrong_params(1) == []
+    assert replicas[0].handler.wrong_params(0) == replicas[0].handler.wrong_params(2) != []
+    assert replicas[0].handler.wrong_params(1) == []
 
 
 def test_a_checkpoint_on_disk_is_registered_sent_refreshed_and_sent_again(
-    replicas: list[Replica], tmp_path: Path
+    replicas: list[EndpointThread], tmp_path: Path
 ) -> None:
     save_file(checkpoint(0), tmp_path / "model.safetensors")
     handle = register_checkpoint(tmp_path)
     assert update(handle, [replicas[0].address], key=KEY, device="cpu", config=CONFIG).num_committed == 1
-    assert replicas[0].engine.wrong_params(0) == []
+    assert replicas[0].handler.wrong_params(0) == []
     save_file(checkpoint(1), tmp_path / "model.safetensors")
     handle.refresh()
     assert update(handle, [replicas[0].address], key=KEY, version=1, device="cpu", config=CONFIG).num_committed == 1
-    assert replicas[0].engine.wrong_params(1) == []
+    assert replicas[0].handler.wrong_params(1) == []
 
 
-def test_a_hook_that_fails_stops_the_update_and_finish_needs_every_engine(replicas: list[Replica]) -> None:
+def test_a_hook_that_fails_stops_the_update_and_finish_needs_every_engine(
+    replicas: list[EndpointThread], sends: Sends
+) -> None:
     calls: list[str] = []
 
     def refuses(event: str) -> None:
         raise RuntimeError("no such server")
 
-    sender = Sender(
-        register_tensors(checkpoint(0)), [r.address for r in replicas], key=KEY, device="cpu", config=CONFIG
-    )
-    try:
-        with pytest.raises(WeightSyncError, match=r"request_hook\('start'\) failed: RuntimeError: no such server"):
-            sender.update(0, request_hook=refuses)
-        assert "begin" not in replicas[0].engine.calls
-        replicas[1].engine.fail_on["verify"] = RuntimeError("broken")
-        report = sender.update(0, request_hook=calls.append)
-        assert [replica.committed for replica in report.replicas] == [True, False]
-        assert calls == ["start"]
-    finally:
-        sender.close()
+    sender = sends(checkpoint(0))
+    with pytest.raises(WeightSyncError, match=r"request_hook\('start'\) failed: RuntimeError: no such server"):
+        sender.update(0, request_hook=refuses)
+    assert "begin" not in replicas[0].handler.calls
+    replicas[1].handler.fail_on["verify"] = RuntimeError("broken")
+    assert committed(sender.update(0, request_hook=calls.append)) == [True, False]
+    assert calls == ["start"]
 
 
-def test_a_hook_an_engine_costs_that_engine_alone(replicas: list[Replica]) -> None:
+def test_a_hook_an_engine_costs_that_engine_alone(replicas: list[EndpointThread], sends: Sends) -> None:
     calls: list[str] = []
 
     def hook(name: str, fails: str = "") -> Callable[[str], None]:
@@ -109,50 +115,41 @@ def test_a_hook_an_engine_costs_that_engine_alone(replicas: list[Replica]) -> No
 
         return call
 
-    sender = Sender(
-        register_tensors(checkpoint(0)), [r.address for r in replicas], key=KEY, device="cpu", config=CONFIG
-    )
-    try:
-        report = sender.update(0, request_hook=[hook("a", "finish"), hook("b")])
-        assert calls == ["start a", "start b", "finish a", "finish b"]
-        assert [replica.committed for replica in report.replicas] == [False, True]
-        assert report.replicas[0].error == "request_hook('finish') failed: RuntimeError: a cannot finish"
+    sender = sends(checkpoint(0))
+    for fails, called in (
+        ("finish", ["start a", "start b", "finish a", "finish b"]),
+        ("start", ["start a", "start b", "finish b"]),
+    ):
         calls.clear()
-        report = sender.update(0, request_hook=[hook("a", "start"), hook("b")])
-        assert calls == ["start a", "start b", "finish b"]
-        assert [replica.committed for replica in report.replicas] == [False, True]
-        assert report.replicas[0].error == "request_hook('start') failed: RuntimeError: a cannot start"
-        calls.clear()
-        both = hook("both")
-        replicas[1].engine.fail_on["verify"] = RuntimeError("broken")
-        assert sender.update(0, request_hook=[both, both]).num_committed == 1
-        assert calls == ["start both"]  # ranks of one engine: it serves one version on all of them, or none
-        with pytest.raises(WeightSyncError, match="1 request hooks for 2 engines"):
-            sender.update(0, request_hook=[both])
-    finally:
-        sender.close()
+        report = sender.update(0, request_hook=[hook("a", fails), hook("b")])
+        assert (calls, committed(report)) == (called, [False, True])
+        assert report.replicas[0].error == f"request_hook('{fails}') failed: RuntimeError: a cannot {fails}"
+    calls.clear()
+    both = hook("both")
+    replicas[1].handler.fail_on["verify"] = RuntimeError("broken")
+    assert sender.update(0, request_hook=[both, both]).num_committed == 1
+    assert calls == ["start both"]  # ranks of one engine: it serves one version on all of them, or none
+    with pytest.raises(WeightSyncError, match="1 request hooks for 2 engines"):
+        sender.update(0, request_hook=[both])
 
 
-def test_an_engine_is_left_out_while_it_is_down_and_met_again_where_it_is_then(replicas: list[Replica]) -> None:
-    tensors, calls = checkpoint(1), []
-    sender = Sender(register_tensors(tensors), [r.address for r in replicas], key=KEY, device="cpu", config=CONFIG)
-    successor = Replica()
-    try:
-        assert sender.update(1).num_committed == 2
-        replicas.pop().close()
-        report = sender.update(1, exclude=[1], request_hook=calls.append)
-        assert [(r.committed, r.error) for r in report.replicas] == [(True, None), (False, "excluded by the caller")]
-        assert calls == ["start", "finish"]
-        sender.reconnect(1, successor.address)
-        for name, tensor in checkpoint(2).items():
-            tensors[name].copy_(tensor)
-        assert sender.update(2).num_committed == 2
-        assert [engine.wrong_params(2) for engine in (replicas[0].engine, successor.engine)] == [[], []]
-        with pytest.raises(WeightSyncError, match=r"excludes replicas \[2\]; there are 2"):
-            sender.update(2, exclude=[2])
-    finally:
-        sender.close()
-        successor.close()
+def test_an_engine_is_left_out_while_it_is_down_and_met_again_where_it_is_then(
+    replicas: list[EndpointThread], sends: Sends
+) -> None:
+    tensors, calls = checkpoint(1), list[str]()
+    sender = sends(tensors)
+    assert sender.update(1).num_committed == 2
+    replicas.pop().close()
+    report = sender.update(1, exclude=[1], request_hook=calls.append)
+    assert [(r.committed, r.error) for r in report.replicas] == [(True, None), (False, "excluded by the caller")]
+    assert calls == ["start", "finish"]
+    replicas.append(replica())
+    sender.reconnect(1, replicas[1].address)
+    overwrite(tensors, 2)
+    assert sender.update(2).num_committed == 2
+    assert [one.handler.wrong_params(2) for one in replicas] == [[], []]
+    with pytest.raises(WeightSyncError, match=r"excludes replicas \[2\]; there are 2"):
+        sender.update(2, exclude=[2])
 
 
 def test_tensors_that_cannot_be_sent_are_named() -> None:

@@ -8,6 +8,7 @@ plan.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -228,9 +229,9 @@ class PlainEngine:
 class EndpointThread:
     """A ReplicaEndpoint on an event loop of its own, so that a blocking Publisher can run in the test's thread."""
 
-    def __init__(self, handler: object, key: bytes = KEY) -> None:
-        self._thread = LoopThread("endpoint")
-        self.endpoint = ReplicaEndpoint(handler, key)  # type: ignore[arg-type]
+    def __init__(self, handler: Any, key: bytes = KEY) -> None:
+        self._thread, self.handler = LoopThread("endpoint"), handler
+        self.endpoint = ReplicaEndpoint(handler, key)
         self.address = self.run(self.endpoint.start())
 
     def run(self, coroutine):

@@ -1,7 +1,7 @@
 """Publishes between real processes: two trainer ranks over gloo, replicas, Mooncake over TCP, control over ZMQ.
 
 A `Cluster` is all of them, as children of the test. Faults are real ones: signals to a process in the middle of a
-write, and a proxy that cuts the control channel or swallows a message.
+write.
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import torch
 
-from fakes.control_proxy import ControlProxy
 from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
 from fakes.stopped import stop_process
 from slipstream.conf.schema import WeightSyncConfig
@@ -28,7 +27,6 @@ from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
-from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_TRAINER_RANKS = 2
@@ -64,24 +62,6 @@ async def _serve(timeout_s: float, pipe: Connection) -> None:
             pipe.send(versions)
         elif verb == "resources":
             pipe.send(resources([receiver.transport for receiver in engine.receivers]))
-        elif verb == "offer":
-            pipe.send([make_offer(receiver) for receiver in engine.receivers])
-        elif verb == "pull":
-            pipe.send(_pull(engine, args[0], timeout_s))
-        elif verb == "adopt":
-            for receiver in engine.receivers:
-                receiver.adopt(*args)
-            endpoint.adopt(engine.receivers[0].state)
-            pipe.send(None)
-        elif verb == "release":
-            for receiver, offer in zip(engine.receivers, args[0], strict=True):
-                receiver.transport.reset(offer.binding.session)
-            pipe.send(None)
-        elif verb == "zero":
-            for params in engine.params:
-                for tensor in params.values():
-                    tensor.zero_()
-            pipe.send(None)
         elif verb == "when_written":
             _when_written(engine, args[0])
             pipe.send(None)
@@ -123,16 +103,6 @@ def _note_versions(engine: PlainEngine) -> list[int]:
 
     engine.commit = noting  # type: ignore[method-assign]
     return versions
-
-
-def _pull(engine: PlainEngine, offers: list[Offer], timeout_s: float) -> str:
-    """Fill every rank; the error's class name, or nothing."""
-    try:
-        for receiver, offer in zip(engine.receivers, offers, strict=True):
-            pull(receiver, offer, timeout_s=timeout_s)
-    except WeightSyncError as e:
-        return type(e).__name__
-    return ""
 
 
 def resources(transports: Sequence[Any]) -> dict[str, int]:
@@ -206,17 +176,15 @@ def run_trainer_rank(
     while True:
         verb, *args = pipe.recv()
         if verb == "publish":
-            version, fault, exclude = args
+            version, fault = args
             if fault is not None:
                 kind, replica, *transport_pid = fault
                 transport.fault_pid = transport_pid[0] if transport_pid else 0
                 publisher._pipeline.run = _with_fault(publisher._pipeline, transport, kind, replica)  # type: ignore[method-assign]
             try:
-                pipe.send(publisher.publish(version, exclude=exclude))
+                pipe.send(publisher.publish(version))
             except WeightSyncError as e:
                 pipe.send(e)
-        elif verb == "reconnect":
-            pipe.send(publisher.reconnect(*args))
         elif verb == "resources":
             pipe.send(resources([transport]))
         else:
@@ -277,30 +245,25 @@ class Cluster:
     """Two replicas and two trainer ranks.
 
     Args:
-        proxied: The trainer reaches replica 0's endpoint through `proxy`.
         group_timeout_s: Longest wait of a trainer rank for the other one, in one collective.
         config: Of the trainer ranks.
     """
 
-    def __init__(
-        self, num_replicas: int = 2, *, proxied: bool = False, group_timeout_s: float = 60.0, **config: Any
-    ) -> None:
+    def __init__(self, *, group_timeout_s: float = 60.0, **config: Any) -> None:
         self._group_timeout_s = group_timeout_s
         self._config = WeightSyncConfig(**{"watermark_bytes": 1 << 16, "timeout_s": SYNC_TIMEOUT_S, **config})
-        self.replicas = [Child(run_replica, self._config.timeout_s) for _ in range(num_replicas)]
-        self.endpoints = [replica.get(START_TIMEOUT_S) for replica in self.replicas]
-        self.proxy = ControlProxy(self.endpoints[0]) if proxied else None
-        if self.proxy is not None:
-            self.endpoints[0] = self.proxy.address
+        self.replicas = [Child(run_replica, self._config.timeout_s) for _ in range(2)]
+        self._endpoints = [replica.get(START_TIMEOUT_S) for replica in self.replicas]
         self._folder = tempfile.TemporaryDirectory()
         self.start_trainer()
 
     def start_trainer(self) -> None:
         """Two trainer ranks that know nothing of earlier ones."""
         rendezvous = f"file://{tempfile.mktemp(dir=self._folder.name)}"
-        args = (rendezvous, self.endpoints, self._config, self._group_timeout_s)
+        args = (rendezvous, self._endpoints, self._config, self._group_timeout_s)
         self.ranks = [Child(run_trainer_rank, rank, *args) for rank in range(NUM_TRAINER_RANKS)]
-        self.summaries = [rank.get(START_TIMEOUT_S) for rank in self.ranks]
+        for rank in self.ranks:
+            rank.get(START_TIMEOUT_S)
 
     def end_trainer(self) -> None:
         """SIGKILL to what is left of it."""
@@ -308,23 +271,9 @@ class Cluster:
             rank.process.kill()
             rank.process.join(STEP_TIMEOUT_S)
 
-    def restart_replica(self, number: int) -> Child:
-        """End a replica, whatever it does, and start another process in its place."""
-        self.replicas[number].process.kill()
-        self.replicas[number] = Child(run_replica, self._config.timeout_s)
-        self.endpoints[number] = self.replicas[number].get(START_TIMEOUT_S)
-        return self.replicas[number]
-
-    def reconnect(self, number: int) -> None:
-        """The trainer meets the replica under its present address."""
+    def publish(self, version: int) -> PublishReport:
         for rank in self.ranks:
-            rank.tell("reconnect", number, self.endpoints[number])
-        for rank in self.ranks:
-            assert rank.get() is None
-
-    def publish(self, version: int, exclude: Sequence[int] = ()) -> PublishReport:
-        for rank in self.ranks:
-            rank.tell("publish", version, None, exclude)
+            rank.tell("publish", version, None)
         reports = [rank.get() for rank in self.ranks]
         assert not any(isinstance(report, Exception) for report in reports), reports
         assert all(report == reports[0] for report in reports)
