@@ -1,10 +1,12 @@
-"""A rollout worker is forked, as its engine is, from a process that has imported vLLM, and ends with its caller; where
-it cannot be forked it is spawned and works the same. Real vLLM.
+"""A rollout worker is forked, as its engine and its ranks are, from a process that has imported vLLM, and ends with its
+caller; where it cannot be forked it is spawned and works the same. Real vLLM. And what a server of forks promises of
+any process.
 """
 
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,10 @@ from cases.tiny_configs import DENSE
 from cases.vllm_process import import_path
 
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.channel import BlockingChannel
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE
+from slipstream.rollout.in_vllm import fork_server
+from slipstream.rollout.in_vllm.fork_server import CannotFork, Forked
 
 TIMEOUT_S = 240.0
 BEFOREHAND = """
@@ -74,7 +80,10 @@ async def main(folder, address, what):
         fork_server.join(address)
     options = WorkerOptions(
         folder=Path(folder),
-        config=RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8)),
+        config=RolloutConfig(
+            tp_size=2 if what == "engine" else 1, max_model_len=64, kv_cache_bytes=64 << 20,
+            sampling=SamplingConfig(max_tokens=8),
+        ),
         weight_sync=WeightSyncConfig(), dtype=DType.float32, device=Device.cpu,
         tensors=engine_checkpoint(json.loads(Path(folder, "config.json").read_text()), DType.float32), key=b"k" * 32,
     )
@@ -164,7 +173,7 @@ def ask(node: subprocess.Popen[str]) -> tuple[str, int]:
     return address, servers[0].pid
 
 
-def test_worker_and_engine_are_forked_and_end_with_the_caller(
+def test_worker_engine_and_ranks_are_forked_and_end_with_the_caller(
     folder: str, node: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     address, server = ask(node)
@@ -174,10 +183,14 @@ def test_worker_and_engine_are_forked_and_end_with_the_caller(
         worker, engine = facts["pids"]
         assert psutil.Process(worker).ppid() == server
         assert psutil.Process(engine).ppid() == worker
+        tree = psutil.Process(worker).children(recursive=True)
+        titles = [" ".join(process.cmdline()) for process in tree]
+        assert sum("VLLM::Worker" in title for title in titles) == 2
+        assert not any("spawn_main" in title or "fork_server" in title for title in titles), "imported vLLM anew"
         assert (facts["error"], facts["told_to_go_by"]) == ("ReplicaNotServing", "SIGTERM")
-        assert "[rollout-7] slipstream.rollout.worker: the engine is up: 1 ranks" in log.read_text()
+        assert "[rollout-7] slipstream.rollout.worker: the engine is up: 2 ranks" in log.read_text()
         caller.kill()
-        wait_for_end([worker, engine])
+        wait_for_end([worker, *(process.pid for process in tree)])
 
 
 def test_an_engine_ends_with_its_worker_while_it_starts(folder: str, node: subprocess.Popen[str]) -> None:
@@ -263,3 +276,67 @@ def test_a_server_begun_beforehand_is_found_by_workers_whose_imports_read_the_sa
         psutil.Process(int(pid)).kill()
         wait_for_end([int(pid)])
         assert found() not in ("", address)
+
+
+SERVER = """
+import os, sys
+from slipstream.rollout.in_vllm import fork_server, process_imports
+
+def asked():
+    with open(sys.argv[2], "a") as file:
+        print(os.getpid(), file=file)
+    return True
+
+process_imports.num_gpus, process_imports.can_use_gpu = (lambda: 1), asked
+fork_server.import_vllm = lambda: None
+fork_server.serve(int(sys.argv[1]), [])
+"""
+
+
+def test_a_forked_process_has_the_environment_in_which_it_was_asked_for_and_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server imports nothing here. And whether a GPU can be used is asked of another process than the one that is
+    to fork an engine: whoever has counted GPUs cannot.
+    """
+    monkeypatch.setenv("SET_BEFORE", "1")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "server"))
+    listener.listen()
+    environ = {**os.environ, "PYTHONPATH": import_path(), OWNER_VARIABLE: str(os.getpid())}
+    command = [sys.executable, "-c", SERVER, str(listener.fileno()), str(tmp_path / "asked")]
+    monkeypatch.setattr(fork_server, "_server", fork_server._Server())
+    fork_server.join(str(tmp_path / "server"))
+    with subprocess.Popen(command, env=environ, pass_fds=(listener.fileno(),)) as server, contextlib.ExitStack() as end:
+        end.callback(server.kill)
+        listener.close()
+        monkeypatch.setenv("PYTHONPATH", import_path())
+        first, written = ask_for_one()
+        assert written["SET_BEFORE"] == "1"
+        assert first.wait(TIMEOUT_S) == 0
+        counted = (tmp_path / "asked").read_text().split()
+        assert len(counted) == 1 and counted != [str(first.pid)]
+        monkeypatch.delenv("SET_BEFORE")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setenv("SET_LATER", "1")
+        second, written = ask_for_one()
+        assert (written.get("SET_BEFORE"), written.get("SET_LATER")) == (None, "1")
+        assert psutil.Process(second.pid).ppid() == server.pid
+        second.kill()
+        assert second.wait(TIMEOUT_S) == -9
+        monkeypatch.setenv("TORCH_OTHER", "1")
+        with pytest.raises(CannotFork, match="changed since its imports: TORCH_OTHER"):
+            ask_for_one()
+    with pytest.raises(CannotFork, match="the fork server is gone"):
+        ask_for_one()
+
+
+def ask_for_one() -> tuple[Forked, dict[str, str]]:
+    """A process that tells its environment, is where this one is, and then ends, or waits where SET_LATER is set."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = fork_server.fork("cases.environment_of_a_child:told_environment", theirs)
+    environment, *place = BlockingChannel(ours).receive()
+    assert place == [os.getcwd(), sys.path]
+    return process, environment
