@@ -41,7 +41,7 @@ def finish_loading(engine: Any) -> int:
     return sum(type(before[name]) is not type(param) for name, param in after.items())
 
 
-def compare(case: str, folder: Path) -> None:
+def compare(folder: Path, case: str) -> None:
     """Raises where what was recorded is not what vLLM loads."""
     import torch
     import torch.distributed as dist

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slipstream.conf.schema import Device
@@ -26,17 +26,17 @@ def import_path(*first: Path) -> str:
 
 
 def outcomes_of(
-    compare: Callable[[str, Path], None], folder: Path, cases: Sequence[str], on_path: Sequence[Path] = ()
+    cases: Mapping[str, Callable[[Path], None]], folder: Path, on_path: Sequence[Path] = ()
 ) -> dict[str, str]:
-    """By case, the traceback of what failed in `compare(case, an empty folder)`; "" where nothing did. All of them in
-    one process, which is forked from this one.
+    """By case, the traceback of what failed in it; "" where nothing did. All of them in one process, which is forked
+    from this one, each with an empty folder of its name.
 
     Args:
-        compare: Leaves vLLM ready for the next case.
+        cases: Each leaves vLLM ready for the next one.
         on_path: Folders to import from there.
     """
     import_vllm()
-    process = multiprocessing.get_context("fork").Process(target=_run_cases, args=(compare, folder, cases, on_path))
+    process = multiprocessing.get_context("fork").Process(target=_run_cases, args=(cases, folder, on_path))
     process.start()
     try:
         process.join()
@@ -46,9 +46,7 @@ def outcomes_of(
     return json.loads((folder / "outcomes.json").read_text())
 
 
-def _run_cases(
-    compare: Callable[[str, Path], None], folder: Path, cases: Sequence[str], on_path: Sequence[Path]
-) -> None:
+def _run_cases(cases: Mapping[str, Callable[[Path], None]], folder: Path, on_path: Sequence[Path]) -> None:
     with (folder / SAID).open("w") as said:
         for descriptor in (1, 2):
             os.dup2(said.fileno(), descriptor)
@@ -56,10 +54,10 @@ def _run_cases(
     os.environ.update(engine_environment(Device.cpu))
     sys.path[:0] = map(str, on_path)
     outcomes: dict[str, str] = {}
-    for case in cases:
+    for case, run in cases.items():
         (folder / case).mkdir()
         try:
-            compare(case, folder / case)
+            run(folder / case)
             outcomes[case] = ""
         except Exception:  # noqa: BLE001 - told to the test, which decides
             outcomes[case] = traceback.format_exc()

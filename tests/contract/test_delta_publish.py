@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.tiny_models import make_decoder
 from fakes.checkpoints import CONFIGS, write_checkpoint
-from fakes.readable_engine import ReadableEngine
+from fakes.one_worker import fed_worker
 from fakes.vllm_oracle import vllm_loads_and_samples
 from fakes.vllm_publish import KEY
 
@@ -17,16 +17,13 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Device, DType, RemoteMerge, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.types import WorkerOptions
-from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.adapter_io import save_merged
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.weights.factors import merges_of
 from slipstream.trainer.weights.loading import CheckpointReader
 from slipstream.weight_sync.merging.factors import OwnMergeSpec
-from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
-from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 SYNC = WeightSyncConfig(watermark_bytes=64 << 20, delta_bytes=8 << 20)
 
@@ -44,25 +41,14 @@ async def publish_in_a_row(
         tensors=decoder.spec.checkpoint_tensors("bfloat16"), key=KEY,
         own_merge=OwnMergeSpec(str(folder), on_device=False, merges=merges) if merges else None,
     )  # fmt: skip
-    worker = RolloutWorker(options, seed=0, make_engine=ReadableEngine)
-    transport = MooncakeTransport(sync.transport, device="cpu", timeout_s=sync.timeout_s)
-    publisher = Publisher(
-        source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device="cpu", base=base
-    )
     reports: list[PublishReport] = []
-    try:
-        address = await worker.start()
-        await asyncio.to_thread(publisher.connect, [address])
+    async with fed_worker(options, source, base=base) as (worker, publisher):
         for version in range(num_publishes):
             if version:
                 step(decoder, version)
             reports.append(await asyncio.to_thread(publisher.publish, version))
             assert [replica.error for replica in reports[-1].replicas] == [None]
         held = await worker.engine.call_ranks("read_params")
-    finally:
-        publisher.close()
-        await worker.stop()
-        transport.close()
     return reports, held
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from fakes.checkpoints import CheckpointSource
-from fakes.flipping_transport import FlippingTransport
 from fakes.readable_engine import ReadableEngine
 from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -19,6 +18,8 @@ from slipstream.rollout.types import Prompt, Rollout, WorkerOptions
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.source import WeightSource
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 EOS = 2
 MAX_LOGPROB_ERROR = 2e-5
@@ -91,7 +92,6 @@ class Served:
     source: CheckpointSource
     worker: RolloutWorker
     publisher: Publisher
-    transport: FlippingTransport
     version: int = -1
 
     async def publish(self, version: int) -> PublishReport:
@@ -102,26 +102,36 @@ class Served:
 
 
 @contextlib.asynccontextmanager
+async def fed_worker(
+    options: WorkerOptions, source: WeightSource, *, seed: int = 0, base: WeightSource | None = None
+) -> AsyncIterator[tuple[RolloutWorker, Publisher]]:
+    """A worker that has started, and the publisher of a trainer of one rank, which has met it. Nothing is published."""
+    sync, device = options.weight_sync, options.device.value
+    worker = RolloutWorker(options, seed=seed, make_engine=ReadableEngine)
+    transport = MooncakeTransport(sync.transport, device=device, timeout_s=sync.timeout_s)
+    publisher = Publisher(
+        source, transport, rank=0, world_size=1, group=None, config=sync, key=options.key, device=device, base=base
+    )
+    try:
+        await asyncio.to_thread(publisher.connect, [await worker.start()])
+        yield worker, publisher
+    finally:
+        publisher.close()
+        await worker.stop()
+        transport.close()
+
+
+@contextlib.asynccontextmanager
 async def one_worker(folder: Path, checkpoints: Checkpoints, config: RolloutConfig) -> AsyncIterator[Served]:
-    """A worker on a CPU that has started, and is connected to its publisher. Nothing is published."""
+    """A worker of such checkpoints, on a CPU, and its publisher. Nothing is published."""
     model_folder = folder / "model"
     model_folder.mkdir()
     (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
     save_character_tokenizer(model_folder, vocab_size=checkpoints.config.vocab_size)
     source = CheckpointSource(checkpoints.tensors(0))
-    key, sync = b"k" * 32, WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
     options = WorkerOptions(
-        folder=model_folder, config=config, weight_sync=sync, dtype=DType.float32, device=Device.cpu,
-        tensors=source.layout().tensors, key=key,
+        folder=model_folder, config=config, weight_sync=WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0),
+        dtype=DType.float32, device=Device.cpu, tensors=source.layout().tensors, key=b"k" * 32,
     )  # fmt: skip
-    worker = RolloutWorker(options, seed=7, make_engine=ReadableEngine)
-    address = await worker.start()
-    transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
-    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
-    try:
-        await asyncio.to_thread(publisher.connect, [address])
-        yield Served(checkpoints=checkpoints, source=source, worker=worker, publisher=publisher, transport=transport)
-    finally:
-        publisher.close()
-        await worker.stop()
-        transport.close()
+    async with fed_worker(options, source, seed=7) as (worker, publisher):
+        yield Served(checkpoints=checkpoints, source=source, worker=worker, publisher=publisher)

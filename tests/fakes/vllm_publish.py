@@ -6,16 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fakes.readable_engine import ReadableEngine
+from fakes.one_worker import fed_worker
 from fakes.vllm_oracle import ONLY_THE_LIKELIEST
 from slipstream.conf.schema import Device, DType, EvalSampling, EvalSamplingConfig, RolloutConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.types import Prompt, WorkerOptions
-from slipstream.rollout.worker import RolloutWorker
 from slipstream.weight_sync.disk.kept_source import KeptSource
-from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.source import WeightSource
-from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 KEY = b"k" * 32
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300], [42] * 20]
@@ -59,42 +56,29 @@ async def publish_twice(
         folder=folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=device,
         tensors=source.layout().tensors, key=KEY,
     )  # fmt: skip
-    worker = RolloutWorker(options, seed=0, make_engine=ReadableEngine)
-    transport = MooncakeTransport(sync.transport, device=device.value, timeout_s=sync.timeout_s)
-    publisher = Publisher(
-        KeptSource(source, sync.watermark_bytes, device.value) if zone else source,
-        transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device=device.value,
-    )  # fmt: skip
     sent: list[int] = []
+    held = KeptSource(source, sync.watermark_bytes, device.value) if zone else source
+    async with fed_worker(options, held) as (worker, publisher):
 
-    async def publish() -> list[dict[str, str]]:
-        report = await asyncio.to_thread(publisher.publish, 0)
-        assert [replica.error for replica in report.replicas] == [None]
-        sent.append(report.num_bytes)
-        return await read()
+        async def publish() -> list[dict[str, str]]:
+            report = await asyncio.to_thread(publisher.publish, 0)
+            assert [replica.error for replica in report.replicas] == [None]
+            sent.append(report.num_bytes)
+            return await worker.engine.call_ranks("read_params")
 
-    async def read() -> list[dict[str, str]]:
-        return await worker.engine.call_ranks("read_params")
-
-    try:
-        await asyncio.to_thread(publisher.connect, [await worker.start()])
         first = await publish()
         if others is None:
             await worker.engine.call_ranks("zero_params")
-            zeroed = await read()
+            zeroed = await worker.engine.call_ranks("read_params")
         else:
             with others():
                 zeroed = await publish()
         again = await publish()
         assert others is None or max(sent[1:]) < sent[0] / 4, sent
-        prompts = prompts_for(config, device)
         drawing = EvalSamplingConfig(top_p=ONLY_THE_LIKELIEST)
         greedy = EvalSampling(max_tokens=NUM_TOKENS, stop_at_eos=False, drawing=drawing)
-        tokens = [(await worker.generate_group(Prompt(0, tuple(p), ""), 1, greedy))[0].token_ids for p in prompts]
-    finally:
-        publisher.close()
-        await worker.stop()
-        transport.close()
+        asked = [Prompt(0, tuple(prompt), "") for prompt in prompts_for(config, device)]
+        tokens = [(await worker.generate_group(prompt, 1, greedy))[0].token_ids for prompt in asked]
     return Seen(first, zeroed, again, tokens)
 
 

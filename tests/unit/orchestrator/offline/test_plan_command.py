@@ -1,6 +1,6 @@
 """`slipstream plan`: figures that add up, files that others can read, mistakes with a cure, and nothing started.
 
-The engine's layout comes from a stand-in here (it takes a vLLM to record one: tests/contract/test_offline_layout.py).
+The engine's layout comes from a stand-in here (it takes a vLLM to record one: tests/contract/test_recorder_vllm.py).
 """
 
 import json
