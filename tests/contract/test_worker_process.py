@@ -56,7 +56,7 @@ from slipstream.rollout.in_vllm import fork_server
 
 set_engine_environment(Device.cpu, batch_invariant=False)
 for _ in sys.stdin:
-    print(fork_server.begin(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD]), flush=True)
+    print(fork_server.begin(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD, "cases.asks_here"]), flush=True)
 """
 CALLER = """
 import asyncio, json, os, signal, sys
@@ -156,10 +156,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[subprocess.Popen[str]]:
-    """A process that begins a server when it is asked."""
-    with program(NODE) as node:
-        yield node
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A process that begins a server when it is asked. What vLLM found out about models' classes is forgotten."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        with program(NODE) as node:
+            yield node
 
 
 def ask(node: subprocess.Popen[str]) -> tuple[str, int]:
