@@ -55,8 +55,9 @@ from slipstream.rollout.engine.engine_options import set_engine_environment
 from slipstream.rollout.in_vllm import fork_server
 
 set_engine_environment(Device.cpu, batch_invariant=False)
+also = [worker_process.PRELOAD, "cases.asks_here"]
 for _ in sys.stdin:
-    print(fork_server.begin(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD, "cases.asks_here"]), flush=True)
+    print(fork_server.begin(fork_server.imports_read(os.environ), also), flush=True)
 """
 CALLER = """
 import asyncio, json, os, signal, sys
