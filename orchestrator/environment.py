@@ -69,12 +69,7 @@ _OWN_CLUSTER = (
 
 
 def variables(device: RunDevice, *, is_own_cluster: bool = True) -> tuple[Variable, ...]:
-    """Variables of a run.
-
-    Args:
-        device: Where trainer ranks and engines run.
-        is_own_cluster: True when Ray is started by the run itself, on this machine alone, bound to loopback.
-    """
+    """Variables of a run. `is_own_cluster`: Ray is started by the run itself, on this machine alone."""
     return (*_COMMON, *(_CPU if device == "cpu" else _CUDA), *(_OWN_CLUSTER if is_own_cluster else ()))
 
 
@@ -84,21 +79,15 @@ def variables_of(config: RunConfig) -> tuple[Variable, ...]:
 
 def variables_for_actors(config: RunConfig, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """What actors of a cluster that is not the run's own are given: the run's variables and the user's for links.
-
-    Args:
-        environ: Where the run was started; its values win.
-    """
+    `environ`: Where the run was started; its values win."""
     here = os.environ if environ is None else environ
     chosen = {variable.name: here.get(variable.name, variable.value) for variable in variables_of(config)}
     return chosen | {name: value for name, value in here.items() if name.startswith(_LINK_PREFIXES)}
 
 
 def apply(chosen: Sequence[Variable], environ: MutableMapping[str, str] | None = None) -> list[str]:
-    """Set what is not set, or must not differ.
-
-    Returns:
-        One sentence for every value of the user's own that differs, for the log.
-    """
+    """Set what is not set, or must not differ. Returns one sentence for every value of the user's own that differs, for
+    the log."""
     target = os.environ if environ is None else environ
     notes: list[str] = []
     for variable in chosen:

@@ -1,19 +1,11 @@
 """Errors of the orchestrator. Each is also a stdlib class, and is built from one message so that it unpickles anywhere.
 
     SlipstreamError
-      ConfigError(ValueError)              (conf.errors) an option that cannot run
-        PreflightError                     the run cannot start on this machine with these files; nothing was started
+      ConfigError(ValueError)   of conf.errors: an option that cannot run
+        PreflightError
       OrchestratorError
-        CheckpointError(ValueError)        a checkpoint is missing, damaged, or of a run with other options
-        CheckpointLost(RuntimeError)       a trainer rank died that had not written its files of a checkpoint
-        ObjectStoreError(OSError)          a checkpoint cannot be written to, or read from, run.checkpoint_dir
-        DiskFull(OSError)                  a file of the run could not be written: no space, or a quota
-        DiskLost(OSError)                  a file of the run cannot be reached any more, or only be read
-        PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
-        ClusterLost(RuntimeError)          a server of the run's own Ray cluster has ended
-        RunTakenOver(RuntimeError)         another process goes on with the run, which this one was given up for
-        PushError(RuntimeError)            a rank or an engine of `slipstream push` failed
-        TrainingStopped(RuntimeError)      the loop cannot go on: a trainer rank died, or too many steps were refused
+        CheckpointError(ValueError)    ObjectStoreError, DiskFull, DiskLost(OSError)
+        CheckpointLost, PlacementError, ClusterLost, RunTakenOver, PushError, TrainingStopped(RuntimeError)
 
 The command line shows the message alone of every SlipstreamError; where it was raised is in run.log. Those that the
 user can repair (orchestrator.cli has the list) have an exit code of their own. Whatever else is raised is a defect of
@@ -24,7 +16,8 @@ from slipstream.conf.errors import ConfigError, SlipstreamError
 
 
 class PreflightError(ConfigError):
-    """The run cannot start on this machine with these files. The message lists every problem, each with its cure."""
+    """The run cannot start on this machine with these files; nothing was started. The message lists every problem, each
+    with its cure."""
 
 
 class OrchestratorError(SlipstreamError):
@@ -44,7 +37,8 @@ class ObjectStoreError(OrchestratorError, OSError):
 
 
 class DiskFull(OrchestratorError, OSError):
-    """A file of the run could not be written. The message says which, how much is free, and what was saved."""
+    """A file of the run could not be written: no space, or a quota. The message says which, how much is free, and what
+    was saved."""
 
 
 class DiskLost(OrchestratorError, OSError):
@@ -68,4 +62,4 @@ class PushError(OrchestratorError, RuntimeError):
 
 
 class TrainingStopped(OrchestratorError, RuntimeError):
-    """The loop cannot go on."""
+    """The loop cannot go on: a trainer rank died, or too many steps were refused."""

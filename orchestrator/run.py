@@ -43,13 +43,7 @@ TOLD_TO_END = "told to end: a step under way is finished and saved; a second Ctr
 
 
 def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult:
-    """Train, by reinforcement or on given answers.
-
-    Args:
-        config: complete and checked (orchestrator.inputs.preflight).
-        overrides: the words of the command line, for the record.
-        folder: the run's (run_folder.open_run_folder).
-    """
+    """Train, by reinforcement or on given answers, by checked options. `overrides`: the words of the command line."""
     train = reinforce if config.algorithm.objective is Objective.policy else finetune
     with alive(folder.root), RunLog(folder.log) as log, command_reports_crashes(folder.crashes):
         point_latest(folder.root)
@@ -89,7 +83,6 @@ def _putting_back(folder: RunFolder) -> Callable[[BaseException], None]:
 
 
 def _log_early_end(error: BaseException) -> None:
-    """Into run.log alone: the caller tells people."""
     is_told = isinstance(error, KeyboardInterrupt)
     logger.debug("the run %s", "was told to end" if is_told else "has ended early", exc_info=not is_told)
 

@@ -26,11 +26,8 @@ MOST_FOR_ENGINES = _LONGEST_PATH - len(_OF_AN_ENGINE)
 
 
 def socket_folder(most_bytes: int = MOST_FOR_A_RUN) -> Path:
-    """The temporary folder, or another one whose path has no more bytes than that.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The temporary folder, or another one whose path has no more bytes than that. Raises ConfigError: there is
+    none."""
     wanted = tempfile.gettempdir()
     for folder in (wanted, *_OTHERS):
         if len(os.fsencode(folder)) <= most_bytes and os.access(folder, os.W_OK | os.X_OK):
@@ -42,11 +39,7 @@ def socket_folder(most_bytes: int = MOST_FOR_A_RUN) -> Path:
 
 
 def where_sockets_lie(most_bytes: int = MOST_FOR_A_RUN) -> str:
-    """The folder in words, with the reason where it is not TMPDIR.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The folder in words, with the reason where it is not TMPDIR. Raises ConfigError: there is none."""
     folder, wanted = socket_folder(most_bytes), tempfile.gettempdir()
     if str(folder) == wanted:
         return wanted
@@ -55,10 +48,7 @@ def where_sockets_lie(most_bytes: int = MOST_FOR_A_RUN) -> str:
 
 def for_engines_alone() -> str | None:
     """Make the temporary folder of this process, and of those that it starts, one in which engines can have sockets.
-
-    Returns:
-        What is to be said about it; None where TMPDIR is short enough.
-    """
+    Returns what is to be said about it; None where TMPDIR is short enough."""
     folder = socket_folder(MOST_FOR_ENGINES)
     if str(folder) == tempfile.gettempdir():
         return None

@@ -70,8 +70,6 @@ class Ray:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run left behind."""
-
     folder: RunFolder
     step: int
     policy_version: int
@@ -84,7 +82,6 @@ class RunResult:
     """The trained adapter (PEFT format), or the merged checkpoint when trainer.mode=full; None of a run of no step."""
 
     def summary(self) -> str:
-        """Where everything is, for people."""
         newest = last_rows(self.folder.evaluations, 1)
         held_out = None if self.held_out is None else in_words(newest[0], self.metric)
         failed = (

@@ -54,11 +54,8 @@ class ChaosOptions:
 
 
 def chaos(options: ChaosOptions, say: Callable[[str], None]) -> list[Event]:
-    """Harm the run once, or again and again. Returns the events, which chaos.jsonl has, too.
-
-    Raises:
-        ConfigError: it is no run that can be harmed, or not like that.
-    """
+    """Harm the run once, or again and again. Returns the events, which chaos.jsonl has, too. Raises ConfigError: it is
+    no run that can be harmed, or not like that."""
     folder, saved = _living(options.run)
     what, when = _known(options.what, What, "--what"), _known(options.when, Moment, "--when")
     _check_numbers(options)
@@ -128,7 +125,6 @@ def _check_ways(chosen: Sequence[str], what: Sequence[What], folder: RunFolder, 
 
 
 def listed(run: Path) -> list[JsonObject]:
-    """Whom there is to harm on this machine."""
     folder, _ = _living(run)
     found = victims_of(folder)
     if not found:

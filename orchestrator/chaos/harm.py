@@ -97,9 +97,7 @@ class Harm:
     """See the module's docstring.
 
     Args:
-        seed: noted in each row.
         stop_s: how long ways last that are undone.
-        rest_bytes: what a room has left that is filled.
         patience_s: longest wait for the moment, and for the run to be as before.
         resumes: resume the run by `slipstream resume` where it ends or its controller dies.
     """
@@ -123,7 +121,6 @@ class Harm:
         return self._watch.publish_s()
 
     def do(self, blow: Blow, number: int) -> Event:
-        """Carry one event out, and append its row."""
         event = Event(
             time.time(), self._seed, number, blow.name, [], blow.what,
             self._stop_s if blow.what in LASTING else None, self._rest_bytes if blow.what is What.fill else None,
@@ -169,7 +166,6 @@ class Harm:
         return ""
 
     def _strike(self, blow: Blow, victim: Victim, event: Event) -> None:
-        """Hit, and note what was met."""
         event.step, event.pids, event.time = self._watch.step, victim.pids, time.time()
         self._stepped_at, self._finished = event.time, event.step
         with self._harmed(blow.what, victim):

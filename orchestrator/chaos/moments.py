@@ -41,8 +41,6 @@ _FIGURES = (
 
 
 class Moment(StrEnum):
-    """When it can be."""
-
     now = "now"
     start = "start"
     sampling = "sampling"
@@ -79,7 +77,6 @@ class RunWatch:
         self.look()
 
     def look(self) -> None:
-        """Read what has come."""
         for _, line in self._log.news().lines:
             text = line.decode(errors="replace").rstrip()
             for fact in _FACTS.finditer(text):
@@ -146,7 +143,6 @@ class RunWatch:
                 return first_s <= since_s <= last_s
 
     def had_ended(self, at: float) -> bool:
-        """Whether the newest publish was over by then."""
         return self.publish is not None and self.publish.ended_at is not None and self.publish.ended_at < at
 
     def publish_s(self) -> float:
@@ -164,7 +160,6 @@ class RunWatch:
 
 
 def _time_of(line: str) -> float:
-    """Seconds since 1970 of a line of run.log."""
     try:
         return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
     except ValueError:  # the second line of a message

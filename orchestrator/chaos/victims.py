@@ -21,8 +21,6 @@ from slipstream.rollout.crash_reports import COMMAND
 
 
 class Kind(StrEnum):
-    """Whom it can hit."""
-
     engine = "engine"
     worker = "worker"
     trainer = "trainer"

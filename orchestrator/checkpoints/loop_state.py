@@ -58,7 +58,6 @@ def lines_of(state: RunState) -> tuple[JsonObject, str]:
 
 
 def state_of(head: JsonObject, rows: Iterable[str]) -> RunState:
-    """What lines_of() wrote."""
     groups: dict[int, Group] = {}
     in_flight: dict[int, Prompt] = {}
     for row in map(json.loads, rows):

@@ -39,11 +39,8 @@ def flush(folder: Path) -> None:
 
 
 def verify(path: Path) -> None:
-    """Compare every file of a checkpoint with its manifest.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or not to be read.
-    """
+    """Compare every file of a checkpoint with its manifest. Raises CheckpointError: a file is missing, damaged, or not
+    to be read."""
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} lacks {MANIFEST}, without which nothing says that it is whole")
     files = read_json(path / MANIFEST).get("files")
@@ -78,7 +75,6 @@ def _all_facts(paths: Sequence[Path]) -> list[dict[str, int]]:
 
 
 def _facts(path: Path) -> dict[str, int]:
-    """Size and CRC-32."""
     found = path.stat()
     is_settled = time.time() - found.st_mtime > _SETTLED_S
     crc32 = _crc32 if is_settled else _crc32.__wrapped__

@@ -84,11 +84,7 @@ def _soon(ask: Callable[Concatenate[ObjectStore, P], T]) -> Callable[Concatenate
 
 
 class ObjectStore:
-    """See the module's docstring.
-
-    Args:
-        url: of the run's folder, or for check() of any folder.
-    """
+    """See the module's docstring. `url`: of the run's folder, or for check() of any folder."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -105,11 +101,7 @@ class ObjectStore:
 
     @_soon
     def check(self) -> None:
-        """Write, list, read and remove a small object.
-
-        Raises:
-            ObjectStoreError: as all that follow.
-        """
+        """Write, list, read and remove a small object. Raises ObjectStoreError: as all that follow."""
         with self._speaking("cannot be written") as (fs, root):
             folder = f"{root}/.slipstream-{uuid.uuid4().hex}"
             fs.pipe_file(f"{folder}/probe", b"{}")
@@ -124,12 +116,10 @@ class ObjectStore:
             fs.pipe_file(f"{root}/{_OWNER}", THIS_PROCESS.encode())
 
     def check_own(self) -> None:
-        """Raises RunTakenOver if another process goes on with the run."""
         check_word(self.text(_OWNER) or "", self.url)
 
     @_soon
     def folders(self) -> list[str]:
-        """Names of what lies in the folder."""
         with self._speaking("cannot be listed") as (fs, root):
             return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
 
@@ -154,12 +144,8 @@ class ObjectStore:
             return object_or_empty(json.loads(self.text(path) or "{}"))
 
     def send(self, checkpoint: Path, attempt: Callable[[Callable[[], None]], None]) -> None:
-        """Send a checkpoint, and the files of its run that a resume needs.
-
-        Args:
-            checkpoint: a complete one, in a run's folder.
-            attempt: calls what it gets, and again where that fails.
-        """
+        """Send a complete checkpoint, and the files of its run that a resume needs. `attempt`: calls what it gets, and
+        again where that fails."""
         run = checkpoint.parent.parent
         files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MANIFEST]
         files += [path for name in (CONFIG, ENVIRONMENT, *RECORDS) if (path := run / name).is_file()]
@@ -244,14 +230,7 @@ _SAY_EVERY_S = 30.0
 
 
 class CheckpointUploads:
-    """See the module's docstring.
-
-    Args:
-        store: the run's folder there.
-        record: remote.json.
-        keep: how many checkpoints stay there.
-        spared: says the steps whose checkpoints stay, however old they are.
-    """
+    """The thread, and its record, remote.json. `spared`: the steps whose checkpoints stay, however old they are."""
 
     def __init__(self, store: ObjectStore, record: Path, *, keep: int, spared: Callable[[], Set[int]]) -> None:
         self.store = store

@@ -128,10 +128,8 @@ class CheckpointStore:
     """See the module's docstring.
 
     Args:
-        folder: the run folder's `checkpoints`.
         keep: how many complete checkpoints stay; older ones are removed after a new one is complete.
         options: `fingerprint` of this run's options.
-        remote: where complete ones are sent from begin_sending() on.
     """
 
     def __init__(self, folder: Path, *, keep: int, options: JsonObject, remote: ObjectStore | None = None) -> None:
@@ -145,10 +143,7 @@ class CheckpointStore:
 
     def begin_sending(self) -> None:
         """From here on send each complete checkpoint to the object store, if there is one; and the newest one now.
-
-        Raises:
-            ConfigError: it holds checkpoints, and this folder none: they are another run's.
-        """
+        Raises ConfigError: it holds checkpoints, and this folder none: they are another run's."""
         record = self.folder / "remote.json"
         if self._remote is None:
             record.unlink(missing_ok=True)  # of an earlier part of the run
@@ -167,17 +162,14 @@ class CheckpointStore:
             self._uploads.offer(newest)
 
     def finish_sending(self) -> None:
-        """Wait until the last checkpoint is in the object store."""
         if self._uploads is not None:
             self._uploads.close()
 
     def newest(self) -> Path | None:
-        """The complete checkpoint with the highest step."""
         complete = complete_checkpoints(self.folder)
         return complete[-1] if complete else None
 
     def of_step(self, step: int) -> Path | None:
-        """The complete checkpoint of a step, if there is one."""
         return next((path for path in complete_checkpoints(self.folder) if step_of(path) == step), None)
 
     def to_resume(self, resume: str | None) -> Path | None:
@@ -201,11 +193,8 @@ class CheckpointStore:
         return read_json(checkpoint / "state.json")["prompts"]
 
     def step_to_resume(self, resume: str) -> Resumable:
-        """What to_resume() would return. Nothing is fetched or renamed.
-
-        Raises:
-            CheckpointError: there is none, or it is of a run with other options.
-        """
+        """What to_resume() would return. Nothing is fetched or renamed. Raises CheckpointError: there is none, or it is
+        of a run with other options."""
         newest = 0 if self._remote is None else max(self._remote.steps(), default=0)
         if self._remote is not None and newest > self._newest_whole_step(resume):
             saved = self._remote.document("state.json", newest)
@@ -258,11 +247,8 @@ class CheckpointStore:
         return final
 
     def newest_whole(self, resume: str) -> tuple[Path, dict[Path, str]]:
-        """The newest checkpoint whose files are as its manifest says, and what is wrong with each newer one.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """The newest checkpoint whose files are as its manifest says, and what is wrong with each newer one. Raises
+        CheckpointError: there is none."""
         damaged: dict[Path, str] = {}
         for path in reversed(named_checkpoints(self.folder)):
             try:
@@ -288,11 +274,8 @@ class CheckpointStore:
         return partial
 
     def finish(self, partial: Path, state: RunState) -> Path:
-        """Add the run's state, make all files durable, name the folder, and remove the oldest. Returns the path.
-
-        Raises:
-            RunTakenOver: nothing was changed; or, of the run in the object store, the checkpoint is here alone.
-        """
+        """Add the run's state, make all files durable, name the folder, and remove the oldest. Returns the path. Raises
+        RunTakenOver: nothing was changed; or, of the run in the object store, the checkpoint is here alone."""
         check_own(self._run)
         head, rows = lines_of(state)
         (partial / "groups.jsonl").write_text(rows)
@@ -339,11 +322,8 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
 
     def read(self, path: Path) -> RunState:
-        """Verify a checkpoint; compare it with this run's options; return its state.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, the format is another one, or an option differs.
-        """
+        """Verify a checkpoint; compare it with this run's options; return its state. Raises CheckpointError: a file is
+        missing or damaged, the format is another one, or an option differs."""
         verify(path)
         raw = read_json(path / "state.json")
         if raw.get("format") != FORMAT:

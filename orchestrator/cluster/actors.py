@@ -81,11 +81,8 @@ class TrainerActor:
 
     @ray.method
     def prepare(self, kept: tuple[Address, bytes, int, int] | None) -> None:
-        """Import what a rank needs, PyTorch above all. The state that load_kept() will ask for comes meanwhile.
-
-        Args:
-            kept: Taking's arguments.
-        """
+        """Import what a rank needs, PyTorch above all. The state that load_kept() will ask for comes meanwhile. `kept`:
+        Taking's arguments."""
         self._taking = None if kept is None else Taking(*kept)
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKS)
         with frozen_imports():
@@ -128,7 +125,6 @@ class TrainerActor:
         return self._rank.delivery.connect(endpoints, None, adapter_endpoints, absent)
 
     def publish(self, exclude: Sequence[int], trace: Path | None) -> PublishReport:
-        """Delivery.publish, of the current policy version."""
         return self._rank.delivery.publish(self._rank.policy_version, exclude=exclude, trace=trace)
 
 
@@ -210,7 +206,6 @@ class RolloutActor:
 
     @ray.method
     def node(self) -> str:
-        """Ray's id of this node."""
         return ray.get_runtime_context().get_node_id()
 
     @ray.method

@@ -83,11 +83,8 @@ def nodes_of(group: PlacementGroup) -> dict[int, str]:
 
 
 def node_after_node(nodes: Mapping[int, str]) -> list[int]:
-    """Bundles in an order in which those of a node follow each other. Pure.
-
-    Ranks are numbered in this order, so that neighbours, such as an expert-parallel group, share a node if Ray's
-    placement permits.
-    """
+    """Bundles in an order in which those of a node follow each other. Ranks are numbered so that neighbours, such as an
+    expert-parallel group, share a node if Ray's placement permits."""
     first = {node: bundle for bundle, node in sorted(nodes.items(), reverse=True)}
     return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
 
@@ -98,10 +95,7 @@ def most_gpus_of_a_node() -> int:
 
 def describe_nodes(held: Mapping[str, Sequence[str]]) -> str:
     """Which processes are on which node, for the log: "10.0.0.5: 4 x trainer, 1 x rollout; 10.0.0.6: 1 x rollout".
-
-    Args:
-        held: Per kind of process, the node of each.
-    """
+    `held`: Per kind of process, the node of each."""
     return "; ".join(
         f"{RAY_NODES.name(node)}: " + ", ".join(f"{on.count(node)} x {name}" for name, on in held.items() if node in on)
         for node in dict.fromkeys(node for on in held.values() for node in on)
@@ -114,11 +108,8 @@ def address_of_this_node(*, is_only: bool) -> str:
 
 
 def meet_over(address: str) -> None:
-    """Let gloo and NCCL use the network card of this address, unless the environment already names one.
-
-    By default gloo takes the card to which the host's name resolves, often loopback; NCCL takes the first that it
-    finds.
-    """
+    """Let gloo and NCCL use the network card of this address, unless the environment already names one. By default gloo
+    takes the card to which the host's name resolves, often loopback; NCCL takes the first that it finds."""
     card = _card_of(address)
     if card is None:
         return
@@ -152,17 +143,9 @@ RAY_NODES = RayNodes()
 
 
 def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None, ray_nodes: RayNodes = RAY_NODES) -> None:
-    """Check that every node sees the run's files, and has the code that this process runs.
-
-    Args:
-        nodes: Ray's ids of the nodes.
-        folder: The run folder; its config.yaml is compared.
-        model: A checkpoint that processes read; config.json, and names and sizes of weights are compared.
-        ray_nodes: Runs the comparison.
-
-    Raises:
-        ConfigError: Names every node that does not, and says what to do.
-    """
+    """Check that every node (Ray's id) sees the run's files: its config.yaml, and of a checkpoint that processes read
+    config.json, and names and sizes of weights; and has the code that this process runs. Raises ConfigError: it names
+    every node that does not, and says what to do."""
     expected, nodes = found_here(folder, model), list(nodes)
 
     def problems_of(node: str) -> list[str]:
@@ -177,7 +160,6 @@ def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None, ray_node
 def _problems(
     node: str, expected: Mapping[str, str], folder: Path, model: Path | None, ray_nodes: RayNodes
 ) -> list[str]:
-    """Why a node cannot take part."""
     name = f"node {ray_nodes.name(node)}"
     try:
         found = ray_nodes.run(node, found_here, folder, model)
@@ -218,7 +200,6 @@ def found_here(folder: Path, model: Path | None) -> dict[str, str]:
 
 
 def sources() -> list[Path]:
-    """The files of the product's code."""
     root = Path(__file__).parents[2]
     return [file for room in ROOMS for file in sorted((root / room).rglob("*.py"))]
 

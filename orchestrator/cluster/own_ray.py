@@ -64,11 +64,8 @@ async def starting_ray(
     config: RunConfig, folder: RunFolder, left_by: Whereabouts | None = None
 ) -> AsyncGenerator[OwnRay | None]:
     """The run's own cluster, which has begun to start, and ends with the block; None if cluster.ray_address names
-    another one.
-
-    Args:
-        left_by: a controller that was killed left its cluster here, to be taken over if it is there still.
-    """
+    another one. `left_by`: a controller that was killed left its cluster here, to be taken over if it is there
+    still."""
     if config.cluster.ray_address is not None:
         yield None
         return
@@ -82,11 +79,7 @@ async def starting_ray(
 
 
 class OwnRay:
-    """See the module's docstring.
-
-    Args:
-        folder: the run folder: Ray's logs end up there.
-    """
+    """See the module's docstring. `folder`: the run folder: Ray's logs end up there."""
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         self._config = config
@@ -163,7 +156,6 @@ class OwnRay:
 
     @property
     def whereabouts(self) -> Whereabouts:
-        """Where another controller finds this cluster."""
         assert self._host is not None and self._private is not None
         return Whereabouts(str(self._private.root), self._host.pid)
 
@@ -176,11 +168,8 @@ class OwnRay:
 
     async def address(self) -> str:
         """Ray's address, once its servers are up. They are started again if one of them ends meanwhile: on a busy
-        machine they give each other too little time (the raylet 15 s to its agent).
-
-        Raises:
-            PlacementError: Ray did not start.
-        """
+        machine they give each other too little time (the raylet 15 s to its agent). Raises PlacementError: Ray did not
+        start."""
         for _ in range(NUM_TRIES - 1):
             try:
                 return await self._said_address()

@@ -311,12 +311,8 @@ class Cluster:
         self._trainer = await start_trainer_ranks(run, self._bundles, left)
 
     async def _place(self, cluster: RayCluster) -> PlacementGroup:
-        """Reserve a bundle for each trainer rank, then one for each rollout worker.
-
-        Raises:
-            ConfigError: no machine can hold an engine.
-            PlacementError: there is no room.
-        """
+        """Reserve a bundle for each trainer rank, then one for each rollout worker. Raises ConfigError: no machine can
+        hold an engine. Raises PlacementError: there is no room."""
         num_ranks, rollout = self._config.trainer.num_ranks, self._config.rollout
         num_workers = rollout.least_workers if self._has_workers else 0
         needs_gpus = self._device == "cuda"

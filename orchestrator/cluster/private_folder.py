@@ -57,7 +57,6 @@ class PrivateFolder:
     _shared_memory = Inside("shared_memory")
 
     def note_shared_memory(self, names: set[str]) -> None:
-        """Write down which names in /dev/shm go with this folder."""
         self._shared_memory.write_text("\n".join(sorted(names)))
 
     def keep_logs(self, target: Path) -> None:
@@ -69,7 +68,6 @@ class PrivateFolder:
                 _copy_regular_file(log, target / log.name)
 
     def remove(self) -> None:
-        """Remove the folder and the shared memory that was noted in it."""
         with contextlib.suppress(OSError):
             remove_shared_memory(self._shared_memory.read_text().split())
         shutil.rmtree(self.root, ignore_errors=True)
@@ -148,14 +146,9 @@ _MAPPED_NAME = re.compile(
 
 
 def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: float) -> list[int]:
-    """SIGKILL what `find` finds until it finds nothing more, then remove the shared memory of those processes.
-
-    Args:
-        find: called again and again: a process that is being killed may have just started another one.
-
-    Returns:
-        Pids of processes that are there still after `timeout_s`.
-    """
+    """SIGKILL what `find` finds until it finds nothing more, then remove the shared memory of those processes. `find`:
+    called again and again: a process that is being killed may have just started another one. Returns pids of processes
+    that are there still after `timeout_s`."""
     started = time.monotonic()
     names: set[str] = set()
     while alive := [process for process in find() if _is_alive(process)]:
@@ -173,11 +166,8 @@ def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: fl
 
 
 def reap_orphans(own: Collection[int]) -> None:
-    """Ask for the ends of children that this process has adopted, as a subreaper does, so that the dead ones go.
-
-    Args:
-        own: children that it has started: whoever started one asks for its end, and would learn nothing any more.
-    """
+    """Ask for the ends of children that this process has adopted, as a subreaper does, so that the dead ones go. `own`:
+    children that it has started: whoever started one asks for its end, and would learn nothing any more."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):  # another thread has asked
             if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
@@ -185,7 +175,6 @@ def reap_orphans(own: Collection[int]) -> None:
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
-    """Names in /dev/shm that these processes have mapped."""
     names: set[str] = set()
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended

@@ -67,9 +67,7 @@ class RayCluster:
     """See the module's docstring.
 
     Args:
-        folder: the run folder: Ray's namespace begins with its name.
         own: the servers of our own cluster, which have begun to start; None: config.cluster.ray_address names another.
-        needs_gpus: whether a process of the run gets GPUs.
         on_lost: called when a server of our own cluster has ended by itself.
         name: of a run that is taken over; None: a new one.
     """
@@ -109,12 +107,8 @@ class RayCluster:
         return ClusterLost(self._lost.result()) if self._lost.done() else None
 
     async def start(self) -> None:
-        """Start our own cluster on loopback, or join the given one.
-
-        Raises:
-            ConfigError: there is no cluster at cluster.ray_address.
-            PlacementError: Ray did not start.
-        """
+        """Start our own cluster on loopback, or join the given one. Raises ConfigError: there is no cluster at
+        cluster.ray_address. Raises PlacementError: Ray did not start."""
         if self._own is not None:
             address = await wait_for(self._own.address(), "Ray to start", timeout_s=RAY_TIMEOUT_S)
             self._listening = asyncio.create_task(self._listen(self._own))
@@ -142,13 +136,11 @@ class RayCluster:
         timeout_s: float = PLACE_TIMEOUT_S,
     ) -> PlacementGroup:
         """Reserve a bundle for every process, with so many GPUs each, or a share of one. Ray packs them as a whole.
+        Raises PlacementError: there is no room.
 
         Args:
             what: the processes, for people.
             on: what else Ray must have where a bundle is, such as the name of a node.
-
-        Raises:
-            PlacementError: there is no room.
         """
         bundles = [{"CPU": CPU_TICKETS, **(on or {})} | ({"GPU": num} if self.needs_gpus else {}) for num in gpus]
         name = f"{self.name}-{secrets.token_hex(4)}"
@@ -173,7 +165,6 @@ class RayCluster:
         await self.in_thread(lambda: ray.util.remove_placement_group(group))
 
     def name_of(self, group: PlacementGroup) -> str:
-        """The name under which find_group() finds a group."""
         return next(name for name, one in self._groups.items() if one == group)
 
     async def find_group(self, name: str) -> PlacementGroup:
@@ -237,20 +228,13 @@ class RayCluster:
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Await a Ray call that asks the GCS and blocks. Without a GCS it blocks for 60 s and then ends the process.
-
-        Raises:
-            ClusterLost: a server of our own cluster is gone.
-        """
+        Raises ClusterLost: a server of our own cluster is gone."""
         return await self._unless_lost(in_abandoned_thread(call))
 
     async def result_of(self, reference: ObjectRef[T], who: str, error_type: type[OrchestratorError]) -> T:
-        """Await a Ray call. `who` is the actor's name, where it is an actor's.
-
-        Raises:
-            SlipstreamError: as the call raised it.
-            OrchestratorError: of `error_type`, naming process and cause, for any other error.
-            ClusterLost: Ray itself is gone. Ray's own word for it takes 15 s to 60 s.
-        """
+        """Await a Ray call. `who` is the actor's name, where it is an actor's. Raises SlipstreamError as the call
+        raised it, `error_type` for any other error, naming process and cause, and ClusterLost where Ray itself is gone:
+        Ray's own word for it takes 15 s to 60 s."""
         try:
             return await self._unless_lost(_awaited(reference))
         except RayTaskError as error:

@@ -45,7 +45,6 @@ a collective fails there after 10 minutes (trainer.process_group). What is left 
 
 
 def no_arguments(_: int) -> tuple[()]:
-    """What each rank is given by a call that takes no arguments."""
     return ()
 
 
@@ -127,7 +126,6 @@ class RayTrainerGroup:
 
     @property
     def living(self) -> LivingRanks:
-        """What a controller that comes after this one needs to know of the ranks."""
         return self._rebirth.living(self._ranks)
 
     async def return_to(self, policy_version: int) -> bool:
@@ -208,11 +206,8 @@ class RayTrainerGroup:
         await self._changing("begin_checkpoint", lambda _: (folder, adapter), _SAVE_TIMEOUT_S)
 
     async def has_written(self) -> bool:
-        """Whether all files of begin_checkpoint() are there. Waits for the call under way.
-
-        Raises:
-            CheckpointLost: a rank died before its files were there, and the step has passed.
-        """
+        """Whether all files of begin_checkpoint() are there. Waits for the call under way. Raises CheckpointLost: a
+        rank died before its files were there, and the step has passed."""
         written = await self._on_all("has_written", no_arguments, _STEP_TIMEOUT_S)
         self._rebirth.raise_if_checkpoint_lost()
         if all(written):
@@ -220,11 +215,9 @@ class RayTrainerGroup:
         return all(written)
 
     async def load_state(self, folder: Path) -> None:
-        """Read what `begin_checkpoint` wrote."""
         await self._changing("load_state", lambda _: (folder,), _SAVE_TIMEOUT_S)
 
     async def shutdown(self) -> None:
-        """Leave the process group and close links."""
         await call_all(self._cluster, self._ranks, "shutdown", no_arguments, STOP_TIMEOUT_S)
 
     async def _changing(self, what: str, arguments: Arguments, timeout_s: float) -> list[Any]:
@@ -265,12 +258,7 @@ class LivingWorker:
 
 
 class RayRolloutWorker(WorkerClient):
-    """One rollout worker, as the supervisor sees it.
-
-    Args:
-        actor: started its process; None: the actor is dead.
-        started_at: how far its start had come, and when.
-    """
+    """One rollout worker, as the supervisor sees it. `actor`: started its process; None: the actor is dead."""
 
     def __init__(
         self,

@@ -137,11 +137,8 @@ def _start_ray(options: HostOptions, controller: _Controller) -> None:
 
 
 class _Controller:
-    """The controller as this process reaches it.
-
-    Args:
-        reads, writes: descriptors; both stay open until another one comes.
-    """
+    """The controller as this process reaches it. `reads`, `writes`: descriptors; both stay open until another one
+    comes."""
 
     def __init__(self, reads: int, writes: int) -> None:
         self.greeting: dict[str, str] = {}
@@ -213,17 +210,12 @@ def tell_instead(run: Path, lost: str) -> None:
 
 
 def loss(server: str, how: str) -> str:
-    """Say that a server of the cluster has ended."""
     return f"{server}, which holds the run's Ray cluster, is gone: {how}"
 
 
 def _watch(folder: PrivateFolder, controller: _Controller) -> str:
     """Say which server ends, and note the shared memory of all processes, until the controller has gone and none comes
-    in its place; none can where a server is lost.
-
-    Returns:
-        What was lost first; nothing in most cases.
-    """
+    in its place; none can where a server is lost. Returns what was lost first; nothing in most cases."""
     lost = ""
     names: set[str] = set()
     seen: set[str] = set()

@@ -60,8 +60,6 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A call that changed the ranks."""
-
     after: int
     """Steps finished before it."""
     what: str
@@ -117,7 +115,6 @@ class Keepers:
         self._by_node: dict[str, asyncio.Future[_Started]] = {}
 
     async def of(self, nodes: Sequence[str]) -> list[list[Address]]:
-        """The keepers of each rank."""
         started = await together(*(self._on(node) for node in dict.fromkeys(nodes)))
         addresses = {node: address for node, (_, address, _) in zip(dict.fromkeys(nodes), started, strict=True)}
         return [[addresses[one] for one in _nodes_of_keepers(node, nodes)] for node in nodes]
@@ -186,10 +183,7 @@ class Rebirth:
     Args:
         start: starts all ranks for the n-th time (0: the first) and loads the model on them. Each is told where its
             state is, and its number: it comes meanwhile.
-        keepers: hold the states.
-        on_all: makes one call on all ranks.
         max_restarts: of all ranks together, in this run.
-        start_timeout_s: longest that ranks may take to be up.
         backoff_s: pause after a start that failed; doubles with every further one. The first start comes at once.
     """
 
@@ -297,7 +291,6 @@ class Rebirth:
             raise CheckpointLost("a trainer rank died before its files were there")
 
     def living(self, ranks: Ranks) -> LivingRanks:
-        """What a controller that comes after this one needs to know of the ranks."""
         is_kept = not any(one.after == self._num_kept for one in self._noted if one.what != _CHECKPOINT)
         facts = [{name: fact[name] for name in ("state_bytes", "node")} for fact in ranks.facts]
         number = self._num_kept if is_kept and not self._why_not else 0
@@ -312,13 +305,7 @@ class Rebirth:
 
     async def return_to(self, ranks: Ranks, *, has_it: bool) -> bool:
         """Take ranks back to the state of take_over(), if keepers have it; they are not started anew for that.
-
-        Args:
-            has_it: nothing has changed in them since.
-
-        Returns:
-            Whether they have it now.
-        """
+        `has_it`: nothing has changed in them since. Returns whether they have it now."""
         number, keepers = await self._keepers.newest(len(ranks.actors), self._num_kept, self._num_begun)
         if not self._why_not:
             await self.let_keep(ranks)
@@ -328,12 +315,8 @@ class Rebirth:
         return True
 
     async def after(self, ranks: Ranks, error: Exception) -> Ranks:
-        """Ranks in the place of these, of which a call failed.
-
-        Raises:
-            Exception: that error, if no rank is dead, or ranks may not be started again.
-            TrainingStopped: it cannot be done.
-        """
+        """Ranks in the place of these, of which a call failed. Raises Exception: that error, if no rank is dead, or
+        ranks may not be started again. Raises TrainingStopped: it cannot be done."""
         if self._why_not or not any(who in self._cluster.dead for who in ranks.names):
             raise error
         began, pause_s = time.monotonic(), 0.0
@@ -396,6 +379,5 @@ class Rebirth:
         return [one.what for one in again]
 
     async def let_keep(self, ranks: Ranks) -> None:
-        """Let ranks send their states to keepers."""
         keepers = await self._keepers.of([str(facts["node"]) for facts in ranks.facts])
         await self._on_all(ranks, "keep_states", lambda rank: (keepers[rank], self._num_begun), _READ_S)

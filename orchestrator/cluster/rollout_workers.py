@@ -57,13 +57,7 @@ class LivingWorkers:
 
 
 class RolloutWorkers:
-    """The rollout workers of a run.
-
-    Args:
-        model_folder: config and tokenizer, without weights.
-        rooms: where workers have room.
-        check_node: raises where a node, given by Ray's id, does not fit the run.
-    """
+    """The rollout workers of a run. `check_node`: raises where a node, given by Ray's id, does not fit the run."""
 
     def __init__(
         self, run: RunContext, model_folder: Path, rooms: Rooms, check_node: Callable[[str], Awaitable[None]]
@@ -103,7 +97,6 @@ class RolloutWorkers:
 
     @property
     def living(self) -> LivingWorkers:
-        """What a controller that comes after this one needs to know of the workers."""
         living = {name: worker.living for name, worker in self.workers.items()}
         return LivingWorkers(living, dict(self._num_starts), self.rooms.living)
 
@@ -138,11 +131,8 @@ class RolloutWorkers:
 
     async def restart(self, first_name: str, until_free: Awaitable[float] | None) -> RayRolloutWorker:
         """Start a worker in its bundle, without the weights it may have had. What was left of it has ended.
-
-        Args:
-            until_free: done, and returns the time, when nobody maps memory of the dead worker any more. The new process
-                imports vLLM meanwhile. None: there was none.
-        """
+        `until_free`: done, and returns the time, when nobody maps memory of the dead worker any more. The new process
+        imports vLLM meanwhile. None: there was none."""
         num_before = self._num_starts[first_name]
         self._num_starts[first_name] += 1
         name = f"{first_name}.{num_before}" if num_before else first_name  # Ray frees a dead actor's name late
@@ -234,11 +224,7 @@ class RolloutWorkers:
 def worker_options(
     config: RunConfig, hf_config: JsonObject, model_folder: Path, device: Device, sync_key: bytes
 ) -> WorkerOptions:
-    """What every worker of a run is built from.
-
-    Args:
-        model_folder: config and tokenizer, without weights.
-    """
+    """What every worker of a run is built from. `model_folder`: config and tokenizer, without weights."""
     return WorkerOptions(
         folder=model_folder,
         config=replace(config.rollout, max_num_seqs=config.engine_num_seqs),

@@ -48,23 +48,15 @@ class Rooms:
 
     @property
     def living(self) -> dict[str, str]:
-        """Worker -> the name of its placement group, for a controller that comes after this one."""
         return {name: self._cluster.name_of(room) for name, room in self._made.items()}
 
     async def take_over(self, left: Mapping[str, str]) -> None:
-        """Go on with what `living` was of a controller that was killed."""
         for name, room in left.items():
             self._made[name] = await self._cluster.find_group(room)
 
     async def make(self, where: Mapping[str, str | None]) -> None:
-        """Reserve what workers need, all or none.
-
-        Args:
-            where: worker -> Ray's id of its node. None: where Ray finds room; those of the run's group have theirs.
-
-        Raises:
-            PlacementError: there is no room for all of them.
-        """
+        """Reserve what workers need, all or none. `where`: worker -> Ray's id of its node. None: where Ray finds room;
+        those of the run's group have theirs. Raises PlacementError: there is no room for all of them."""
         wanted = {name: node for name, node in where.items() if name not in self._made or node is not None}
         made: dict[str, PlacementGroup] = {}
         what = counted(len(where), "further rollout worker")
@@ -87,7 +79,6 @@ class Rooms:
             await self._cluster.give_back(room)
 
     async def look(self) -> Room:
-        """What room there is now."""
         return await self._cluster.in_thread(self._seen)
 
     async def _on(self, node: str | None) -> dict[str, float] | None:

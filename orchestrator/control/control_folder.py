@@ -61,10 +61,8 @@ _ROOM_BYTES = 4096
 
 @contextlib.contextmanager
 def alive(run: Path) -> Generator[None]:
-    """Hold the run's lock. Raises ConfigError when another process runs in this folder.
-
-    The lock is a write lock of the open file (fcntl(2), F_OFD_SETLK), which only a process that may write the file can
-    take. flock(2) would let everyone take it who may read the file.
+    """Hold the run's lock, a write lock of the open file (fcntl(2), F_OFD_SETLK), which only a process that may write
+    it can take: flock(2) would let everyone who may read it. Raises ConfigError if another process runs in this folder.
     """
     folder = run / "control"
     try:
@@ -144,13 +142,9 @@ def how_it_ended(run: Path) -> tuple[str, str | None]:
 
 
 def is_alive(run: Path) -> bool | None:
-    """Whether a controller runs in this folder; None when only the folder's owner may know.
-
-    Asks for the lock (F_OFD_GETLK) without taking it, so that a run that starts at the same time is not disturbed.
-
-    Raises:
-        ConfigError: Nobody can say: the lock is out of reach, or its file system has none.
-    """
+    """Whether a controller runs in this folder; None when only the folder's owner may know. Asks for the lock
+    (F_OFD_GETLK) without taking it, so that a run that starts at the same time is not disturbed. Raises ConfigError:
+    nobody can say: the lock is out of reach, or its file system has none."""
     lock = run / "control" / "alive"
     try:
         file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -181,14 +175,8 @@ def _no_locks(file: Path, error: OSError) -> ConfigError:
 
 
 def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
-    """Ask something of a run's rollout workers (carry_out).
-
-    Returns:
-        What will happen, line by line.
-
-    Raises:
-        ConfigError: This is no run folder, its run is over or does not answer, or it cannot do that.
-    """
+    """Ask something of a run's rollout workers (carry_out). Returns what will happen, line by line. Raises ConfigError:
+    this is no run folder, its run is over or does not answer, or it cannot do that."""
     run = run.resolve()
     options = saved_options(run)
     is_running = is_alive(run)
@@ -226,7 +214,6 @@ def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) 
 
 
 def _taken_back(request: Path) -> bool:
-    """Whether the run has not begun with a request, and now never will."""
     try:
         request.unlink()
     except FileNotFoundError:
@@ -283,11 +270,8 @@ def workers_asked(folder: RunFolder) -> int | None:
 
 
 async def carry_out(supervisor: Supervisor, request: JsonObject) -> list[str]:
-    """Do what a request asks. Returns what that means, for people.
-
-    Raises:
-        SlipstreamError: It cannot be; nothing was done.
-    """
+    """Do what a request asks. Returns what that means, for people. Raises SlipstreamError: it cannot be; nothing was
+    done."""
     match request["ask"]:
         case "scale":
             return await supervisor.scaling.scale(int(request["rollout"]))

@@ -15,11 +15,8 @@ from slipstream.orchestrator.files.run_folder import RunFolder
 
 def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, str | None]:
     """(running, finished, stopped, failed, "moved or removed": the folder is not there any more, or unknown: the run is
-    another user's, who alone may read its lock; and the error of a run that failed).
-
-    Args:
-        step: of the newest row of metrics; None before the first.
-    """
+    another user's, who alone may read its lock; and the error of a run that failed). `step`: of the newest row of
+    metrics; None before the first."""
     if not folder.root.is_dir():
         return "moved or removed", None
     is_running = is_alive(folder.root)
@@ -39,7 +36,6 @@ def note_start(folder: RunFolder, seconds: float, waits_for: str) -> None:
 
 
 def note_started(folder: RunFolder) -> None:
-    """Remove what note_start wrote: the start is over."""
     with suppress(OSError):
         folder.starting.unlink()
 

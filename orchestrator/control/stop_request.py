@@ -36,18 +36,9 @@ _SAY_EVERY_S = 30.0
 
 
 def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], None] = logger.info) -> list[str]:
-    """Ask the run to end and wait until it has. A run that has ended already is left as it is.
-
-    Args:
-        timeout_s: longest wait for its end.
-        say: told what is waited for.
-
-    Returns:
-        What is left of the run, line by line: how it ended, and how to go on.
-
-    Raises:
-        ConfigError: this is no run folder, the run is another user's, or it still goes on after timeout_s.
-    """
+    """Ask the run to end and wait until it has. A run that has ended already is left as it is. Returns what is left of
+    it, line by line: how it ended, and how to go on. Raises ConfigError: this is no run folder, the run is another
+    user's, or it still goes on after timeout_s."""
     folder = RunFolder(run.resolve())
     num_steps = saved_options(folder.root).get("run", {}).get("num_steps")
     is_running = is_alive(folder.root)
@@ -77,9 +68,7 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
 
 
 async def end_when_asked(run: Path) -> None:
-    """Send this process SIGTERM when `slipstream stop` asks for it, or another process goes on with the run. Runs until
-    then, or until cancelled.
-    """
+    """Send this process SIGTERM when `slipstream stop` asks for it, or another process goes on with the run."""
     request = _request(run)
     try:
         while not _is_there(request):

@@ -53,7 +53,7 @@ PANELS: dict[Objective, Panels] = {Objective.policy: RL_PANELS, Objective.sft: S
 
 
 def _step_of(row: JsonObject, name: str) -> int:
-    """The step that a figure is about: an evaluation beside training is of an earlier one than its row."""
+    # An evaluation beside training is of an earlier step than its row.
     step = row.get("eval/step") if name.startswith("eval/") else None
     return row["step"] if step is None else step
 

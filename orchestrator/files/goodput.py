@@ -52,15 +52,8 @@ class Goodput:
 
 
 def goodput_of(rows: Sequence[Row], starts_s: Sequence[float] = ()) -> Goodput | None:
-    """The goodput of these steps.
-
-    Args:
-        rows: of metrics.jsonl.
-        starts_s: seconds of each start, the first one's first.
-
-    Returns:
-        None: there are too few quiet steps, or the rows are of a release that did not count their GPUs.
-    """
+    """The goodput of these rows of metrics.jsonl, with the seconds of each start. None: there are too few quiet steps,
+    or the rows are of a release that did not count their GPUs."""
     steps = [row for row in rows if row["step"] and row.get("step/gpus") and row.get("step/total_s")]
     quiet = [row for row in steps if _is_quiet(row)]
     if len(quiet) < FEWEST_QUIET:
@@ -89,7 +82,6 @@ def goodput_of(rows: Sequence[Row], starts_s: Sequence[float] = ()) -> Goodput |
 
 
 def _shares(causes: Mapping[str, float], lost: float, gpu_s: float) -> dict[str, float]:
-    """Shares of what was lost, by cause."""
     shares = {cause: seconds / gpu_s for cause, seconds in causes.items()}
     explained = sum(shares.values())
     if explained > lost:

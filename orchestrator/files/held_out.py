@@ -81,12 +81,7 @@ class Estimate:
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Chance that at least one of k samples, drawn from these without putting any back, is right: the unbiased estimate
-    of pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), 1 - C(n - c, k) / C(n, k).
-
-    Args:
-        num_samples: n, at least k.
-        num_right: c, of them.
-        k: At least 1.
+    of pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), 1 - C(n - c, k) / C(n, k), c of n samples being right.
     """
     if not 0 <= num_right <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} of {num_samples} samples, {num_right} of them right")
@@ -98,10 +93,6 @@ def majority_vote(answers: Sequence[str | None], is_right: Sequence[bool]) -> fl
 
     Of answers with equally many votes each is taken with the same chance. A sample without an answer has no vote, and
     without votes the result is 0. An answer that is judged both ways counts by the share of its samples that are right.
-
-    Args:
-        answers: One per sample; None: it has none.
-        is_right: One per sample.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -146,8 +137,6 @@ class EvalNames:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation, finished."""
-
     step: int
     policy_version: int
     """The version that it began with."""
@@ -202,9 +191,7 @@ def evaluate_groups(
     """All figures of an evaluation but its seconds.
 
     Args:
-        groups: By the set's name.
         version: The one that the evaluation began with.
-        names: Sets and ks.
         right_from: A response with this reward or a larger one is right, whatever its length took from it.
     """
     everything = [group for of_set in groups.values() for group in of_set]

@@ -50,10 +50,7 @@ def edited_algorithm(config: RunConfig) -> str:
 
 def edited(config: RunConfig, files: Mapping[str, Path]) -> str:
     """Which of these files a run that goes on had with other content, in words that follow others; empty if none.
-
-    Args:
-        files: The name of the copy in the run folder -> the file that is used now.
-    """
+    `files`: The name of the copy in the run folder -> the file that is used now."""
     root = resumed_folder(config.run)
     kept = {} if root is None else {file: root / copy for copy, file in files.items() if (root / copy).is_file()}
     others = [file for file, copy in kept.items() if file.is_file() and file.read_bytes() != copy.read_bytes()]
@@ -61,11 +58,8 @@ def edited(config: RunConfig, files: Mapping[str, Path]) -> str:
 
 
 def check_code_is_there(folder: RunFolder, config: RunConfig) -> None:
-    """A run that goes on needs the files of its code.
-
-    Raises:
-        ConfigError: some have gone; it names the copies that the run keeps.
-    """
+    """A run that goes on needs the files of its code. Raises ConfigError: some have gone; it names the copies that the
+    run keeps."""
     reward = config.reward
     given = {_copy_of(option): (option, value) for option, value in own_algorithm(config).items()}
     given[AGENT_COPY] = ("rollout.agent", config.rollout.agent or "")

@@ -50,8 +50,6 @@ Row = tuple[int, Mapping[str, float]]
 
 
 class Logger(Protocol):
-    """A place to which rows go."""
-
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take one row: metric -> number, without those that the step does not have or that are not finite."""
         ...
@@ -257,11 +255,8 @@ class MlflowRun:
 
 class TensorBoardEvents:
     """A file of TensorBoard events, written through TensorBoard's record writer. (Its event writer uses a thread, in
-    which nobody would catch the error of a full disk.)
-
-    Args:
-        after_step: TensorBoard is told to forget events of later steps.
-    """
+    which nobody would catch the error of a full disk.) `after_step`: TensorBoard is told to forget events of later
+    steps."""
 
     def __init__(self, folder: Path, *, after_step: int) -> None:
         events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")

@@ -27,7 +27,6 @@ THIS_PROCESS = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token
 
 
 def is_own(folder: RunFolder) -> bool:
-    """Whether nobody else goes on with the run."""
     try:
         check_own(folder)
     except RunTakenOver:
@@ -61,11 +60,7 @@ _SENTENCES = tuple(os.strerror(number) for number in NUMBERS)
 @contextmanager
 def naming_a_full_disk(path: Path) -> Generator[None]:
     """Turn the error of a full disk, an exhausted quota or a file size limit into DiskFull, and that of a disk which is
-    gone into DiskLost; both name a path.
-
-    Args:
-        path: what is being written, where the error itself does not say so.
-    """
+    gone into DiskLost; both name a path. `path`: what is being written, where the error itself does not say so."""
     try:
         yield
     except (DiskFull, DiskLost):

@@ -55,11 +55,10 @@ METRICS: dict[str, str] = {
     "parity/floor_log_ratio_max": "largest |prefill - decoding log-probability| of the same",
     "parity/k3_over_floor": "parity/k3 over parity/floor_k3",
     "parity/k3_stale": "parity/k3 of tokens of older versions: numerics and drift",
-    "parity/k3_p99_stale": "parity/k3_p99 of those",
-    "parity/k3_max_stale": "parity/k3_max of those",
-    "parity/prob_diff_stale": "parity/prob_diff of those",
-    "parity/prob_diff_max_stale": "parity/prob_diff_max of those",
-    "parity/log_ratio_max_stale": "parity/log_ratio_max of those",
+    **{
+        f"parity/{name}_stale": f"parity/{name} of those"
+        for name in ("k3_p99", "k3_max", "prob_diff", "prob_diff_max", "log_ratio_max")
+    },
     "parity/num_tokens_stale": "tokens behind these figures",
     "parity/k3_from_0": "parity/k3 of the tokens 0 to 15 of their responses",
     "parity/k3_from_16": "parity/k3 of the tokens 16 to 63",

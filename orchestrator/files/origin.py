@@ -30,15 +30,8 @@ def weights_of(config: RunConfig) -> JsonObject:
 
 
 def check_weights(environment: JsonMapping, config: RunConfig, *, is_resumed: bool = False) -> None:
-    """Refuse a run whose base, or reference, has been overwritten since it began.
-
-    Args:
-        environment: What the run's environment.json says.
-        is_resumed: Whether the run is to go on; else its reference is not read.
-
-    Raises:
-        ConfigError: Names the option.
-    """
+    """Refuse a run whose base, or reference, has been overwritten since it began. Raises ConfigError: it names the
+    option. `is_resumed`: whether the run is to go on; else its reference is not read."""
     before = object_or_empty(environment.get("weights"))  # a former release did not write it down
     for option, now in weights_of(config).items():
         is_read = is_resumed or option == "model.path"

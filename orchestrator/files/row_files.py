@@ -87,11 +87,7 @@ def last_rows(path: Path, most: int) -> list[JsonObject]:
 
 def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> list[JsonObject]:
     """Remove rows of later steps from a file in step order, atomically: a step is there once, however often a run
-    resumed.
-
-    Returns:
-        What the removed ones had of these names.
-    """
+    resumed. Returns what the removed ones had of these names."""
     read = reader_of({"step", *names})
     removed: deque[JsonObject] = deque()
     try:
@@ -170,8 +166,6 @@ def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What has come since the last call."""
-
     path: Path
     is_another_file: bool
     """Whether the lines given before are void."""

@@ -141,11 +141,8 @@ def resumed_folder(config: RunSection) -> Path | None:
 
 
 def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
-    """Create the run's folder, or open the one to resume.
-
-    Raises:
-        ConfigError: the folder to resume does not exist, or run.dir cannot be written.
-    """
+    """Create the run's folder, or open the one to resume. Raises ConfigError: the folder to resume does not exist, or
+    run.dir cannot be written."""
     root = resumed_folder(config)
     if root is None:
         return _create(config, now)
@@ -200,11 +197,8 @@ def parts_before(folder: RunFolder) -> list[Path]:
 
 
 def saved_options(run: Path) -> JsonObject:
-    """The options in a run's folder, section by section, as plain values.
-
-    Raises:
-        ConfigError: it is no run folder, or its config.yaml is damaged.
-    """
+    """The options in a run's folder, section by section, as plain values. Raises ConfigError: it is no run folder, or
+    its config.yaml is damaged."""
     path = RunFolder(run).config
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))

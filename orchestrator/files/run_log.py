@@ -46,12 +46,8 @@ class RunContext(logging.Filter):
 
 
 class RunLog:
-    """Handlers of one run: the console and run.log. Use as a context manager; loggers are left as they were.
-
-    Args:
-        path: run.log; appended to, so that a resumed run has one log.
-        console: where people look. Tests pass one that writes into a string.
-    """
+    """Handlers of one run: the console and run.log, which is appended to. Use as a context manager; loggers are left as
+    they were."""
 
     def __init__(self, path: Path, console: Console | None = None) -> None:
         self.context = RunContext()

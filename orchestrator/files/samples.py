@@ -45,13 +45,7 @@ def shown_rollouts(groups: Sequence[Group], most: int) -> list[tuple[int, int]]:
 
 
 class SampleLog:
-    """Writes the file of one run.
-
-    Args:
-        after_step: rows of later steps are removed: they belong to work that a resumed run redoes.
-        most: run.samples_per_step.
-        most_bytes: RunSection.max_sample_bytes_per_step.
-    """
+    """Writes the file of one run. `after_step`: rows of later steps are removed: a resumed run redoes that work."""
 
     def __init__(self, folder: RunFolder, *, after_step: int, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -148,7 +142,6 @@ def fitted(row: JsonObject, most_bytes: int) -> bytes | None:
 
 
 def _figures(rollout: Rollout, trained: TrainedRollout) -> JsonObject:
-    """What rows are sorted by."""
     advantages = [value for value in trained.advantages if value is not None]
     pairs = zip(trained.trainer_logprobs, rollout.logprobs, strict=True)
     ratios = [min(max(own - engine, -20.0), 20.0) for own, engine in pairs if own is not None]

@@ -62,7 +62,6 @@ class Startup:
     """See the module's docstring. As a context manager it shows the run's start, until `end`.
 
     Args:
-        file: startup.jsonl; appended to, so that a resumed run has a row for each of its starts.
         show: gets the seconds since the command, and what is waited for.
         now_s: seconds since the command was given.
     """
@@ -96,7 +95,6 @@ class Startup:
         self._spans.append(self._now[who])
 
     def ready(self, who: str) -> None:
-        """Note that `who` is up."""
         if who in self._now:
             span = self._now.pop(who)
             span.to_s = self._now_s()
@@ -160,7 +158,6 @@ class Startup:
 
 
 def read_starts(file: Path) -> list[Start]:
-    """Rows of a startup.jsonl."""
     return rows_read_by(file, of_rows_alone(msgspec.json.Decoder(Start).decode))
 
 

@@ -81,11 +81,8 @@ def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS, evals: EvalNam
 
 
 def failed_of(rows: Sequence[JsonMapping], area: str) -> str | None:
-    """How many of the rollouts in these rows have no reward, for people: "3 of 64". None: all have one.
-
-    Args:
-        area: reward, of batches; eval, of evaluations.
-    """
+    """How many of the rollouts in these rows have no reward, for people: "3 of 64". None: all have one. `area`: reward,
+    of batches; eval, of evaluations."""
     failed, num = (int(sum(row.get(name) or 0 for row in rows)) for name in failure_counts(area))
     if not failed:
         return None

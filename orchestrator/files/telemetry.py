@@ -40,11 +40,8 @@ class Telemetry:
     """Sinks of one run. Use as a context manager; `step` writes and shows one row.
 
     Args:
-        num_steps: steps of the whole run, for the time left.
         first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
-        loggers: where rows go beside metrics.jsonl; closed with this.
         gpus: the trainer's and one rollout worker's; on CPUs their processes.
-        evals: names of its held-out sets, and of pass@k.
     """
 
     def __init__(
@@ -119,7 +116,6 @@ class Telemetry:
         return row
 
     def _write_beside(self, record: StepRecord) -> None:
-        """The step's rows in the other files."""
         for evaluation in record.evaluations:
             self._last_eval = evaluation
             figures = {name: _finite(value) for name, value in evaluation.figures.items()}
@@ -184,5 +180,4 @@ class Telemetry:
 
 
 def _finite(value: Value) -> Value:
-    """JSON has no NaN and no infinity; a row of a refused step says null."""
-    return value if value is None or math.isfinite(value) else None
+    return value if value is None or math.isfinite(value) else None  # JSON has no NaN and no infinity

@@ -40,14 +40,8 @@ Rewards = Sequence[float | None]
 
 
 def group_advantages(rewards: Rewards, kind: str) -> list[float | None]:
-    """One per rollout, None where the reward is None: a formula of the module's docstring within one group.
-
-    Args:
-        kind: group_std, group, leave_one_out or group_mean.
-
-    Raises:
-        TrainingStopped: group_mean, and the mean is not above 0.
-    """
+    """One per rollout, None where the reward is None: a formula of the module's docstring within one group. `kind`:
+    group_std, group, leave_one_out or group_mean. Raises TrainingStopped: group_mean, and the mean is not above 0."""
     known = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
     if not is_informative(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
@@ -67,12 +61,7 @@ def group_advantages(rewards: Rewards, kind: str) -> list[float | None]:
 
 
 def teacher_term(logprobs: Sequence[float], teacher_logprobs: Sequence[float]) -> np.ndarray:
-    """log teacher - log mu of each sampled token, float64.
-
-    Args:
-        logprobs: of the policy that sampled them.
-        teacher_logprobs: of the teacher.
-    """
+    """log teacher - log mu of each sampled token, float64; mu is the policy that sampled them."""
     return np.asarray(teacher_logprobs, np.float64) - np.asarray(logprobs, np.float64)
 
 

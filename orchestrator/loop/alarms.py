@@ -52,12 +52,8 @@ tokens, and so off by a factor; where the engine is not the cause it is orders o
 
 
 class ParityAlarm:
-    """Remembers since when a figure is above parity.warn_k3.
-
-    Args:
-        is_corrected: whether the loss weighs or clips tokens by their ratio.
-        loses_updates: whether merged weights are rounded to nearest.
-    """
+    """Remembers since when a figure is above parity.warn_k3. `is_corrected`: whether the loss weighs or clips tokens by
+    their ratio."""
 
     def __init__(self, config: ParityConfig, *, is_corrected: bool, loses_updates: bool = False) -> None:
         self._config, self._loses_updates = config, loses_updates
@@ -165,11 +161,7 @@ def most_in_a_row(config: RunConfig) -> int:
 
 
 class Unjudged:
-    """See the module's docstring.
-
-    Args:
-        episodes: Runs the agent's; None without one.
-    """
+    """See the module's docstring. `episodes`: Runs the agent's; None without one."""
 
     def __init__(self, config: RunConfig, episodes: EpisodeRunner | None) -> None:
         self._config = config
@@ -181,7 +173,6 @@ class Unjudged:
         """How episodes of their responses failed; "" where the reward did."""
 
     def note(self, group: Group) -> None:
-        """Take the next group that was sampled."""
         if any(reward is not None for reward in group.rewards):
             self._has_judged, self._num_groups = True, 0
             self._failures.clear()
@@ -190,11 +181,8 @@ class Unjudged:
         self._failures.update(rollout.failure for rollout in group.rollouts)
 
     def stop_if_too_many(self) -> None:
-        """A reward or an agent that fails now and then costs samples. One that always does is broken.
-
-        Raises:
-            TrainingStopped: The last groups, a whole batch of them, have no reward.
-        """
+        """A reward or an agent that fails now and then costs samples. One that always does is broken. Raises
+        TrainingStopped: the last groups, a whole batch of them, have no reward."""
         if self._num_groups >= most_in_a_row(self._config):
             raise TrainingStopped(f"{self._blame()}. Repair it and go on with slipstream resume")
 

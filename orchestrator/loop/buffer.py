@@ -36,9 +36,7 @@ from slipstream.rollout.types import Group, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Permission to sample one group. Example: Ticket(17) is for the 18th group of the run, whose prompt must still be
-    drawn.
-    """
+    """Permission to sample one group. Ticket(17) is for the 18th group of the run, whose prompt must still be drawn."""
 
     number: int
     prompt: Prompt | None = None
@@ -58,13 +56,7 @@ class Batch:
 
 
 class GroupBuffer:
-    """See the module's docstring.
-
-    Args:
-        groups_per_step: groups in one batch (P).
-        max_staleness_steps: how many batches may be sampled ahead (S).
-        num_batches: batches of the whole run; nothing is sampled beyond the last one.
-    """
+    """See the module's docstring. `num_batches`: of the whole run; nothing is sampled beyond the last one."""
 
     def __init__(self, groups_per_step: int, max_staleness_steps: int, *, num_batches: int | None = None) -> None:
         self._groups_per_step = groups_per_step

@@ -59,7 +59,6 @@ class Evaluations:
             self.cancel()
 
     def cancel(self) -> None:
-        """Give up the one under way, if there is one."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

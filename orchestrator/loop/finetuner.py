@@ -106,8 +106,6 @@ class Finetuner(StepLoop):
 
 
 def _figures(stats: Sequence[LossStats], objective: Objective, prefix: str) -> Figures:
-    """Means over all that these ranks and sets measured."""
-
     def total(name: str) -> float:
         return math.fsum(rank.sums[name] for rank in stats)
 

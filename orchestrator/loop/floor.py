@@ -33,11 +33,8 @@ FLOOR_TIMEOUT_S = 60.0
 async def measure_floor(
     router: Router, groups: Sequence[Group], version: int, *, max_model_len: int, num_sequences: int = NUM_SEQUENCES
 ) -> dict[str, Value]:
-    """Score the first response of each of the first groups that `version` sampled alone.
-
-    Returns:
-        Metrics by name; empty when no group is of that version, or the engines moved on or failed.
-    """
+    """Score the first response of each of the first groups that `version` sampled alone. Returns metrics by name; empty
+    when no group is of that version, or the engines moved on or failed."""
     longest = min(MAX_SCORED_TOKENS, max_model_len - 1)  # vLLM insists on one more token
     responses = [
         branch.first_response

@@ -26,8 +26,6 @@ _TRAINER_LOST_S = 60.0
 
 
 class Publication:
-    """See the module's docstring. Used once."""
-
     def __init__(self, config: WeightSyncConfig, services: LoopServices, policy_version: int) -> None:
         self._config = config
         self._supervisor = services.supervisor

@@ -47,7 +47,6 @@ class Ramp:
         self._before = (0, 0)
 
     async def begin(self) -> None:
-        """Let nothing but the first batch be sampled."""
         if self._max_staleness_steps:
             self._before = await self._sampled()
             await self._buffer.open_ahead(0)

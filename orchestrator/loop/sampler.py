@@ -64,11 +64,8 @@ class Sampler:
             await self._buffer.fail(errors.exceptions[0])
 
     async def evaluate(self, version: int | None = None) -> dict[str, list[Group]]:
-        """Sample and judge every prompt of every held-out set.
-
-        Args:
-            version: the version to sample from, where replicas keep it; None: the one that they serve.
-        """
+        """Sample and judge every prompt of every held-out set. `version`: the version to sample from, where replicas
+        keep it; None: the one that they serve."""
         config, sets, sampling = self._config, self._services.eval_sets, self._config.rollout.eval_sampling
         # Awaited, it takes the places that training leaves it; beside training it has its own, a share of the engines.
         places = asyncio.Semaphore(config.num_evaluated_groups) if config.evaluates_beside else self._places

@@ -55,11 +55,8 @@ def draft_samples(groups: Sequence[Group], config: AlgorithmConfig) -> list[Draf
 
 
 def advantage_function(config: AlgorithmConfig) -> AdvantageFunction:
-    """The advantage that algorithm.advantage names: one that ships, or a function of the user's own.
-
-    Raises:
-        ConfigError: The function cannot be imported, or takes other arguments.
-    """
+    """The advantage that algorithm.advantage names: one that ships, or a function of the user's own. Raises
+    ConfigError: the function cannot be imported, or takes other arguments."""
     if is_function_path(config.advantage):
         return own_advantage(config.advantage)
     return lambda groups, penalties: batch_advantages(
@@ -106,13 +103,8 @@ def scored(draft: Draft, scores: Scores) -> Draft:
 
 
 def denominators_of(samples: Sequence[Sample], policy_version: int, max_response_tokens: int = 0) -> Denominators:
-    """What every rank divides its losses by: counts over the batch, so that no layout weighs a token differently.
-
-    Args:
-        samples: all that one update learns from.
-        policy_version: the version about to be trained.
-        max_response_tokens: RunConfig.max_response_tokens; fine-tuning has none.
-    """
+    """What every rank divides its losses by: counts over all that one update learns from, so that no layout weighs a
+    token differently. `max_response_tokens`: fine-tuning has none."""
     return Denominators(
         num_valid_tokens=sum(sample.num_valid_tokens for sample in samples),
         num_sequences=len(samples),
@@ -179,11 +171,7 @@ def mark(samples: Sequence[Sample], places: Sequence[tuple[int, int]]) -> list[S
 def join(
     groups: Sequence[Group], samples: Sequence[Sample], stats: Sequence[LossStats], policy_version: int
 ) -> dict[tuple[int, int], TrainedRollout]:
-    """What the trainer made of the rollouts whose samples were marked.
-
-    Args:
-        policy_version: the version that was trained.
-    """
+    """What the trainer made of the rollouts whose samples were marked."""
     logprobs: dict[Origin, np.ndarray] = {}
     for rank in stats:
         logprobs = rank.logprobs | logprobs  # of several updates on a batch, the first one's

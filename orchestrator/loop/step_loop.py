@@ -49,8 +49,6 @@ _FIRST_LOOKS_S, _LOOK_EVERY_S = (0.02, 0.05, 0.1, 0.25, 0.5), 1.0
 
 
 class StepLoop(ABC):
-    """See the module's docstring."""
-
     def __init__(self, config: RunConfig, services: StepServices) -> None:
         self.step = 0
         self.policy_version = 0
@@ -140,11 +138,7 @@ class StepLoop(ABC):
 
     async def save(self) -> Path:
         """Write a checkpoint, unless this step has one, and return it once it is complete. What else goes on, sampling
-        for one, goes on meanwhile.
-
-        Raises:
-            DiskFull: The files that were written until then are removed.
-        """
+        for one, goes on meanwhile. Raises DiskFull: the files that were written until then are removed."""
         await self._begin_save()
         await self._completed()
         saved = self._checkpoints.of_step(self.step)

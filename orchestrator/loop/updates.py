@@ -21,8 +21,6 @@ from slipstream.trainer.types import LossStats, OptimStats, Sample
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What a step's updates measured."""
-
     loss: list[LossStats]
     """One for each rank and update; sums add up over both."""
     optim: OptimStats

@@ -28,11 +28,8 @@ MOST_RUNS = 12
 
 
 def run_view(runs: Sequence[Path], say: Callable[[str], None], *, port: int = 0, export: Path | None = None) -> None:
-    """Serve until cancelled, or export.
-
-    Raises:
-        ConfigError: a RUN is no run folder, the port is taken, or the file cannot be written.
-    """
+    """Serve until cancelled, or export. Raises ConfigError: a RUN is no run folder, the port is taken, or the file
+    cannot be written."""
     if len(runs) > MOST_RUNS:
         raise ConfigError(f"slipstream view shows at most {MOST_RUNS} runs at once, got {len(runs)}")
     if not 0 <= port < 1 << 16:
@@ -68,11 +65,7 @@ SAMPLE_ORDERS = ("worst k3", "highest reward", "lowest reward", "longest", "newe
 
 
 def write_page(readers: Sequence[RunReader], path: Path) -> int:
-    """Write the file. Returns its bytes.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write the file. Returns its bytes. Raises ConfigError: it cannot be written."""
     content = page({"runs": [snapshot(reader) for reader in readers]}).encode()
     try:
         write_output(path, content)
@@ -127,7 +120,6 @@ def samples_of(reader: RunReader) -> tuple[list[JsonObject], dict[int, JsonObjec
 
 
 def page(data: JsonObject) -> str:
-    """The file's text."""
     script = joined_modules()
     plots = page_file("uplot/uPlot.iife.min.js")
     style = page_file("uplot/uPlot.min.css") + "\n" + page_file("style.css")

@@ -43,11 +43,7 @@ MOST_TRACE_BYTES = 64 << 20
 
 
 class RunReader:
-    """See the module's docstring.
-
-    Raises:
-        ConfigError: it is no run folder, or its config.yaml is damaged.
-    """
+    """See the module's docstring. Raises ConfigError: it is no run folder, or its config.yaml is damaged."""
 
     def __init__(self, root: Path) -> None:
         self.folder = RunFolder(root.resolve())
@@ -83,7 +79,6 @@ class RunReader:
         }
 
     def metrics(self, names: list[str] | None, after_row: int) -> JsonObject:
-        """Columns of metrics.jsonl."""
         self._metrics.refresh()
         return self._metrics.columns(names, after_row)
 
@@ -100,11 +95,7 @@ class RunReader:
         return {"steps": list(self._timeline), "traces": [path.stem.removeprefix("publish-") for path in traced]}
 
     def timeline(self, step: int) -> JsonObject:
-        """One row, and what follows from it.
-
-        Raises:
-            ConfigError: the step has none.
-        """
+        """One row, and what follows from it. Raises ConfigError: the step has none."""
         self._refresh_timeline()
         place = self._timeline.get(step)
         row = _row_at(self.folder.timeline, *place) if place else None
@@ -113,14 +104,8 @@ class RunReader:
         return {"row": row, **concluded(row)}
 
     def trace(self, name: str) -> JsonObject:
-        """The timeline of one publish (weight_sync.trace_every_steps).
-
-        Args:
-            name: "000010", or "000010-round1".
-
-        Raises:
-            ConfigError: there is none, or it is too large to be shown here.
-        """
+        """The timeline of one publish (weight_sync.trace_every_steps). `name`: "000010", or "000010-round1". Raises
+        ConfigError: there is none, or it is too large to be shown here."""
         path = self.folder.traces / f"publish-{name}.json"
         if not name.replace("-round", "").isdigit() or not path.is_file():
             raise ConfigError(f"there is no trace of publish {name!r}; weight_sync.trace_every_steps writes them")
@@ -153,11 +138,7 @@ class RunReader:
         }
 
     def sample(self, number: int, *, first_token: int = 0, first_char: int = 0) -> JsonObject:
-        """One sample, token by token.
-
-        Raises:
-            ConfigError: there is none of this number, or its row cannot be read.
-        """
+        """One sample, token by token. Raises ConfigError: there is none of this number, or its row cannot be read."""
         self._refresh_index()
         row = self._sample_row(number)
         if row is None:

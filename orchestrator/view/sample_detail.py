@@ -39,12 +39,8 @@ def preview(row: JsonObject) -> str:
 def detail(
     row: JsonObject, pieces: Callable[[Sequence[int]], list[str]], *, first_token: int = 0, first_char: int = 0
 ) -> JsonObject:
-    """What the page asks for when a sample is opened, and again for each further window.
-
-    Args:
-        first_token: the first place of the window of tokens, in the lists of the row.
-        first_char: the first character of the window of each text.
-    """
+    """What the page asks for when a sample is opened, and again for each further window, which begins at `first_token`
+    of the row's lists and at `first_char` of each text."""
     token_ids = _list(row, "token_ids")
     window = range(first_token, min(first_token + MOST_TOKENS, len(token_ids)))
     places = _places(row, len(token_ids))
@@ -131,11 +127,7 @@ def _list(row: JsonObject, name: str) -> list[Any]:
 
 class TokenText:
     """The text of each token of a response. A token that ends inside a character has an empty piece; the token that
-    completes it has the whole character. Without a tokenizer that can be read, a piece is the token's number.
-
-    Args:
-        folder: the run's model/ folder, with tokenizer.json.
-    """
+    completes it has the whole character. Without a tokenizer that can be read, a piece is the token's number."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

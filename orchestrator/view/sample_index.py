@@ -51,11 +51,8 @@ _DECODE = of_rows_alone(msgspec.json.Decoder(_Row).decode)
 
 
 def extended(samples: Path, entries: Entries) -> Entries:
-    """The entries, and those of the rows behind them; all anew if the file is another one by now.
-
-    Args:
-        entries: From an earlier call, or empty.
-    """
+    """The entries, and those of the rows behind them; all anew if the file is another one by now. `entries`: From an
+    earlier call, or empty."""
     try:
         with samples.open("rb") as file:
             if len(entries):
@@ -123,11 +120,7 @@ class SampleQuery:
 
 
 def parse_query(words: Mapping[str, str]) -> SampleQuery:
-    """From the parameters of a URL.
-
-    Raises:
-        ConfigError: one of them has a value that it cannot have.
-    """
+    """From the parameters of a URL. Raises ConfigError: one of them has a value that it cannot have."""
     order, kind = words.get("order", "newest"), words.get("kind", "")
     if order not in ORDERS:
         raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
@@ -146,11 +139,7 @@ def parse_query(words: Mapping[str, str]) -> SampleQuery:
 
 
 def whole(words: Mapping[str, str], name: str) -> int | None:
-    """A parameter that is a whole number; None where it is not given.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """A parameter that is a whole number; None where it is not given. Raises ConfigError: it is something else."""
     word = words.get(name, "")
     if not word:
         return None

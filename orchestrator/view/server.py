@@ -60,11 +60,7 @@ def page_file(name: str) -> str:
 
 
 class ViewServer:
-    """Serves the page for some runs, from `start` to `stop`.
-
-    Args:
-        port: 0: any that is free.
-    """
+    """Serves the page for some runs, from `start` to `stop`. `port`: 0: any that is free."""
 
     def __init__(self, readers: Sequence[RunReader], port: int) -> None:
         self._readers = readers
@@ -75,15 +71,10 @@ class ViewServer:
 
     @property
     def address(self) -> str:
-        """Where the page is, with the token; after `start`."""
         return f"http://{HOST}:{self._port}/#token={self.token}"
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: the port is taken, or not for this user.
-        """
+        """Listen. Raises ConfigError: the port is taken, or not for this user."""
         app = web.Application(middlewares=[self._guarded])
         app.router.add_get("/", self._page_file)
         app.router.add_get("/static/{name:.+}", self._page_file)
@@ -151,11 +142,8 @@ class ViewServer:
 
 
 def answer(reader: RunReader, what: str, name: str | None, words: Mapping[str, str]) -> JsonObject:
-    """What a run's address says. Addresses are /api/runs/N/WHAT or /api/runs/N/WHAT/NAME.
-
-    Raises:
-        ConfigError: there is no such thing, or it is asked for in a way that makes no sense.
-    """
+    """What a run's address says. Addresses are /api/runs/N/WHAT or /api/runs/N/WHAT/NAME. Raises ConfigError: there is
+    no such thing, or it is asked for in a way that makes no sense."""
     match what, name:
         case "options", None:
             return reader.options

@@ -22,11 +22,8 @@ SHORTEST_IDLE_S = 0.001
 
 
 def concluded(row: JsonObject) -> JsonObject:
-    """What the page says about a step.
-
-    Returns:
-        "seconds" of the step; "waits": sentences; "idle": worker -> [from, to, what the trainer did meanwhile].
-    """
+    """What the page says about a step. Returns "seconds" of the step; "waits": sentences; "idle": worker -> [from, to,
+    what the trainer did meanwhile]."""
     spans: list[Span] = [span for span in row.get("spans", []) if isinstance(span, list)]
     seconds = float(row.get("to", 0.0)) - float(row.get("from", 0.0))
     trainer = [span for span in spans if span[0] == "trainer"]

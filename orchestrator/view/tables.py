@@ -48,7 +48,6 @@ class FleetTable:
         self._workers: dict[int, WorkerHistory] = {}
 
     def add(self, rows: Iterable[JsonObject]) -> None:
-        """Take further rows of fleet.jsonl."""
         for row in rows:
             worker, time, event = row.get("worker"), row.get("time"), row.get("event")
             if not (isinstance(worker, int) and isinstance(time, (int, float)) and isinstance(event, str)):
@@ -61,11 +60,7 @@ class FleetTable:
                 history.events.append(row)
 
     def plain(self, publishes: list[tuple[float, int, list[bool]]]) -> JsonObject:
-        """Everything, for the page.
-
-        Args:
-            publishes: (end, version, whether each replica committed it), in order.
-        """
+        """Everything, for the page. `publishes`: (end, version, whether each replica committed it), in order."""
         return {
             "workers": [self._plain(number, history, publishes) for number, history in sorted(self._workers.items())],
             "trainer": _thinned([(at, version) for at, version, _ in publishes]),
@@ -137,7 +132,6 @@ class MetricsTable:
         """Rises when earlier rows are void, because the run was resumed from an earlier step."""
 
     def refresh(self) -> None:
-        """Read what was written since."""
         news = self._file.news()
         if news.is_another_file:
             self.steps, self._columns = [], {}
@@ -161,7 +155,6 @@ class MetricsTable:
 
     @property
     def last(self) -> dict[str, Number]:
-        """The newest number of each metric."""
         return {name: column[-1] for name, column in self._columns.items() if column}
 
     def columns(self, names: list[str] | None = None, after_row: int = 0) -> JsonObject:

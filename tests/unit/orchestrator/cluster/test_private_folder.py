@@ -1,9 +1,13 @@
-"""The folder of a run under /tmp, and what killed processes leave in /dev/shm."""
+"""The folder of a run under /tmp, what killed processes leave in /dev/shm, and who reaps the children of those that
+die."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -16,8 +20,10 @@ from slipstream.orchestrator.cluster.private_folder import (
     end_processes,
     make_private_folder,
     private_folders,
+    reap_orphans,
     remove_folders_of_dead_runs,
 )
+from slipstream.orchestrator.cluster.ray_host import _PR_SET_CHILD_SUBREAPER
 
 OWNER = """
 import sys
@@ -145,3 +151,40 @@ def test_what_a_user_keeps_in_shared_memory_is_not_removed() -> None:
     finally:
         engines.unlink(missing_ok=True)
         model.unlink()
+
+
+@pytest.fixture
+def subreaper() -> Iterator[psutil.Process]:
+    """This process inherits orphans, as the one that holds Ray does."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    yield psutil.Process()
+    prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def test_a_dead_orphan_is_reaped_a_living_one_and_an_own_child_are_left(subreaper: psutil.Process) -> None:
+    said = subprocess.check_output(["sh", "-c", "for _ in 1 2; do sleep 600 >&- & echo $!; done"], text=True)
+    dead, living = (psutil.Process(int(pid)) for pid in said.split())
+    dead.kill()
+    own = subprocess.Popen(["sh", "-c", "exit 7"])
+    started = psutil.Process(own.pid)
+    for process in (dead, started):
+        wait_until_dead(process)
+    assert dead.ppid() == living.ppid() == subreaper.pid
+
+    reap_orphans({own.pid})
+    assert not psutil.pid_exists(dead.pid)
+    assert started.status() == psutil.STATUS_ZOMBIE and own.wait() == 7, "who started it learns how it ended"
+    assert living.status() != psutil.STATUS_ZOMBIE
+
+    living.kill()
+    wait_until_dead(living)
+    reap_orphans({own.pid})
+    assert not psutil.pid_exists(living.pid)
+
+
+def wait_until_dead(process: psutil.Process) -> None:
+    """It has ended, and nobody has asked how."""
+    deadline = time.monotonic() + 20
+    while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.01)

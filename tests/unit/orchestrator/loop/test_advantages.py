@@ -9,7 +9,6 @@ from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.held_out import is_informative
 from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages, teacher_term, whitened
 from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes
@@ -27,6 +26,7 @@ REWARDS = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size
         ("group_mean", [1.0, 0.0, None, 0.0, 0.0], [3.0, -1.0, None, -1.0, -1.0]),  # mean 1/4
         ("group_mean", [1.0, 1.0, 1.0, 0.0], [*[1 / 3] * 3, -1.0]),  # the rarer a success, the more it weighs
         ("group_mean", [-1.0, -1.0], [0.0, 0.0]),  # nothing is divided
+        ("group_std", [0.1 + 0.2] * 3, [0.0] * 3),
         # 1 against (0 + 0 + 0.5) / 3; 0 against (1 + 0 + 0.5) / 3; 0.5 against 1 / 3
         ("leave_one_out", [1.0, None, 0.0, 0.0, 0.5], [5 / 6, None, -0.5, -0.5, 1 / 6]),
     ],
@@ -47,21 +47,9 @@ def test_leave_one_out_is_the_literal_formula(rewards: list[float | None]) -> No
     known = [reward for reward in rewards if reward is not None]
     advantages = group_advantages(rewards, "leave_one_out")
     for reward, advantage in zip(rewards, advantages, strict=True):
+        assert (advantage is None) == (reward is None)
         if reward is not None and len(known) > 1:
             assert advantage == pytest.approx(reward - (sum(known) - reward) / (len(known) - 1), abs=1e-12)
-
-
-@given(REWARDS, st.sampled_from(["group_std", "group", "leave_one_out"]))
-def test_advantages_sum_to_zero(rewards: list[float | None], kind: str) -> None:
-    advantages = group_advantages(rewards, kind)
-    assert [a is None for a in advantages] == [r is None for r in rewards]
-    assert sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("rewards", [[0.3, 0.3, 0.3], [None, 1.0], [None, None], [0.1 + 0.2, 0.1 + 0.2]])
-def test_equal_rewards_give_exact_zeros(rewards: list[float | None]) -> None:
-    assert not is_informative(rewards)
-    assert all(a in (None, 0.0) for a in group_advantages(rewards, "group_std"))
 
 
 def test_one_known_reward_of_a_group_and_one_token_of_a_batch_have_nothing_to_be_compared_with() -> None:
@@ -73,18 +61,6 @@ def test_one_known_reward_of_a_group_and_one_token_of_a_batch_have_nothing_to_be
     assert whitened([np.array([1.0, -1.0])])[0].tolist() == pytest.approx([(2 + 1e-8) ** -0.5, -((2 + 1e-8) ** -0.5)])
     # variance 2e-8, and as much as half of it more
     assert whitened([np.array([1e-4, -1e-4])])[0].tolist() == pytest.approx([1 / 3**0.5, -1 / 3**0.5], rel=1e-6)
-
-
-def test_whitening_uses_the_samples_variance_over_all_tokens() -> None:
-    # 1, 2, 6: mean 3, variance (4 + 1 + 9) / 2 = 7
-    first, second = whitened([np.array([1.0, 2.0]), np.array([6.0])])
-    assert [*first, *second] == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5], rel=1e-6)
-
-
-def test_a_batch_is_standardized_as_one_and_its_groups_keep_their_spread() -> None:
-    found = batch_advantages([[1.0, 0.0], [0.5, 0.0]], [[1, 1], [1, 1]], "group_batch_std")
-    numbers = [float(one[0]) for group in found for one in group if one is not None]
-    assert numbers == pytest.approx(whitened([np.array([0.5, -0.5, 0.25, -0.25])])[0])
 
 
 def test_penalties_are_subtracted_once_from_what_comes_after_them() -> None:
@@ -162,10 +138,3 @@ def test_tokens_that_were_sampled_at_a_position_without_a_route_do_not_count() -
     assert first.routed_experts.shape == (5, 2, 2) and first.routed_experts.dtype == np.uint8
     assert first.has_route.tolist() == [False, True, True, False, False]  # the last token was never computed
     assert [rollout.num_tokens_without_route for rollout in group.rollouts] == [1, 3, 0]
-
-
-def test_a_batch_of_truncated_responses_leaves_nothing_to_divide_by() -> None:
-    group = Group(Prompt(0, (1,), "a"), [Rollout([9], [-0.5], [3], "t", "length")] * 2, [1.0, 0.0])
-    samples = build_samples([group], AlgorithmConfig(mask_truncated=True))
-    assert samples == []
-    assert denominators_of(samples, 5, 4).num_possible_tokens == 0

@@ -13,7 +13,6 @@ import pytest
 from fakes.loop import Loop, make_config
 from fakes.workers import FakeWorker
 
-from slipstream.conf.schema import Relay, WeightSyncConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.rollout.types import Prompt, Rollout
@@ -94,15 +93,6 @@ async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Pa
     assert {tuple(row["log_ratios"]) for row in training} == {(0.125, 0.125)}, "what the trainer returned, less theirs"
     assert {(row["reward"], *row["advantages"]) for row in training} == {(0.0, -1.0), (1.0, 1.0)}
     assert {row["staleness"] for row in training} == {0}
-
-
-@pytest.mark.parametrize("num_ranks", [4, 9])
-async def test_samples_need_not_divide_over_ranks(tmp_path: Path, num_ranks: int) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=2))
-    loop.trainer.num_ranks = num_ranks
-    await loop.run()
-    assert [len(samples) for _, samples in loop.trainer.trained] == [6, 6]
-    assert [row["trainer/num_microbatches"] for row in loop.rows] == [None, 1, 1]
 
 
 async def test_step_that_is_not_finite_publishes_nothing_and_is_counted(tmp_path: Path) -> None:
@@ -280,15 +270,6 @@ async def test_restarted_worker_with_another_layout_is_refused_and_the_others_co
     assert loop.trainer.excluded[-1] == (6, [1])
 
 
-async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=2, drop_zero_variance_groups=True))
-    loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 3 == 0
-    await loop.run()
-    assert all(len({s.advantages[-1] for s in samples}) > 1 for _, samples in loop.trainer.trained)
-    assert sum(row["rollout/groups_uninformative"] for row in loop.rows[1:]) >= 2
-    assert [row["reward/mean"] for row in loop.rows[1:]] == [0.5, 0.5]
-
-
 async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     """One row a step and no prompt skipped, although rows 3 and 4 were written after the checkpoint."""
     config = make_config(staleness=1, num_steps=6, epochs_per_step=2)
@@ -316,20 +297,6 @@ async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
     assert set(range(18)) <= used, "no prompt is skipped by a resume"
     orders = [loop.controller._shuffle_rng.bit_generator.state for loop in (whole, second)]
     assert orders[0] == orders[1] != first.controller._shuffle_rng.bit_generator.state
-
-
-async def test_with_a_relay_the_trainer_writes_to_one_replica_and_after_its_failure_to_the_next(tmp_path: Path) -> None:
-    sync = WeightSyncConfig(relay=Relay.node, trace_every_steps=1)
-    loop = Loop(tmp_path, make_config(sync=sync), num_workers=3)
-    loop.trainer.failing_replicas = {2: {0}}
-    await loop.run()
-    assert loop.trainer.excluded == [(0, [1, 2]), (1, [1, 2]), (2, [1, 2]), (2, [0, 2]), (3, [0, 2]), (4, [0, 2])]
-    assert [row["sync/replicas_committed"] for row in loop.rows] == [3, 3, 2, 2, 2]
-    assert [row["sync/replicas_relayed"] for row in loop.rows] == [2, 2, 1, 1, 1]
-    assert [row["sync/relay_bytes"] for row in loop.rows] == [20, 20, 10, 10, 10]
-    assert loop.trainer.traced[2] == Path("traces/publish-000002-round1.json"), "beside that of the round before"
-    for version, samples in loop.trainer.trained:
-        assert {sample.oldest_version for sample in samples} == {version}
 
 
 async def test_an_evaluation_in_which_every_reward_fails_is_no_success(tmp_path: Path) -> None:

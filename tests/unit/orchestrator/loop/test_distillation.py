@@ -99,28 +99,25 @@ async def test_a_response_that_the_teacher_failed_on_is_left_out(tmp_path: Path)
     assert [row["reward/mean"] for row in loop.rows[1:]] == [0, 0, 0]
 
 
-async def test_responses_without_a_reward_and_groups_that_are_dropped_are_not_asked_about(tmp_path: Path) -> None:
-    config = make_config(num_steps=2, distill_coef=1.0, teacher=TEACHER, drop_zero_variance_groups=True)
+@pytest.mark.parametrize("is_judged", [True, False])
+async def test_responses_without_a_reward_and_groups_that_are_dropped_are_not_asked_about(
+    tmp_path: Path, is_judged: bool
+) -> None:
+    config = make_config(num_steps=2, distill_coef=1.0, teacher=TEACHER, drop_zero_variance_groups=is_judged)
     loop = Loop(tmp_path, config)
-    loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 2 == 0
-    loop.teacher = FakeTeacher()
+    loop.rewards.is_flat = lambda prompt: is_judged and prompt.prompt_id % 2 == 0
+    judge, loop.teacher = loop.rewards.score_group, FakeTeacher()
+
+    async def first_may_fail(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
+        judged = await judge(prompt, rollouts)
+        return judged if is_judged else [Judgement(None), *judged[1:]]
+
+    loop.rewards.score_group = first_may_fail
     await loop.run()
-    assert loop.teacher.num_asked == 2 * 3 * 2
-    assert loop.controller.sampler.num_generated > 2 * 3 + 4
-
-
-async def test_a_response_that_could_not_be_judged_is_not_asked_about(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, a_config(num_steps=2))
-    judge = loop.rewards.score_group
-
-    async def first_fails(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
-        return [Judgement(None), *(await judge(prompt, rollouts))[1:]]
-
-    loop.rewards.score_group = first_fails
-    loop.teacher = FakeTeacher()
-    await loop.run()
-    assert loop.teacher.num_asked == 2 * 3
-    assert [len(samples) for _, samples in loop.trainer.trained] == [3, 3]
+    per_group = 2 if is_judged else 1
+    assert loop.teacher.num_asked == 2 * 3 * per_group
+    assert [len(samples) for _, samples in loop.trainer.trained] == [3 * per_group] * 2
+    assert loop.controller.sampler.num_generated > (2 * 3 + 4 if is_judged else 2 * 3 - 1)
 
 
 async def test_a_teacher_that_fails_on_every_third_group_is_asked_on(tmp_path: Path) -> None:

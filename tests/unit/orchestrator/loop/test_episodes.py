@@ -62,15 +62,6 @@ async def test_the_length_of_an_episode_counts_in_what_its_agent_returned(tmp_pa
     assert loop.rows[-1]["reward/mean"] == pytest.approx((1 - 0.5 + 0 - 0.5 + 1) / 3), "the third is judged elsewhere"
 
 
-async def test_a_resumed_run_goes_on_with_whole_episodes(tmp_path: Path) -> None:
-    first = a_loop(tmp_path, num_steps=2)
-    await first.run()
-    again = a_loop(tmp_path, num_steps=4, resume_step=2)
-    await again.run()
-    assert [row["step"] for row in again.rows] == [0, 1, 2, 3, 4]
-    assert all(len(samples) == 12 for _, samples in again.trainer.trained)
-
-
 async def test_an_agent_that_always_fails_is_blamed_with_its_first_traceback(tmp_path: Path) -> None:
     """8 groups in a row; until then steps without a sample pass."""
     loop = a_loop(tmp_path, num_steps=9)
@@ -82,21 +73,3 @@ async def test_an_agent_that_always_fails_is_blamed_with_its_first_traceback(tmp
     assert said.startswith("rollout.agent=agent.py:play failed in every episode of ")
     assert "groups in a row (raised " in said and "agent.py, line 7, in play\n    KeyError: 'hints'\n" in said
     assert "agents.log" in said and "exact_match" not in said and "resume" in said
-
-
-async def test_a_run_of_few_groups_that_all_failed_does_not_end_as_if_it_had_taught_something(tmp_path: Path) -> None:
-    loop = a_loop(tmp_path, num_steps=2)
-    loop.episodes.all_fail = True
-    with pytest.raises(TrainingStopped, match=r"failed in every episode of .* groups in a row(.|\n)*start again"):
-        await loop.run()
-    assert [row["optim/skipped"] for row in loop.rows[1:]] == [1, 1]
-
-
-async def test_where_agent_and_reward_both_fail_both_are_named(tmp_path: Path) -> None:
-    loop = a_loop(tmp_path, num_steps=9)
-    loop.rewards.fails = lambda: True
-    loop.episodes.has_rewards = False
-    with pytest.raises(
-        TrainingStopped, match=r"failed in 8 episodes of 8 .*raised 8\), and reward exact_match on the other 24,"
-    ):
-        await loop.run()

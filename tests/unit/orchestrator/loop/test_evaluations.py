@@ -207,14 +207,6 @@ async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> 
     assert loop.folder.best.resolve().name == "step-000005"
 
 
-async def test_checkpoints_wait_for_the_evaluation_beside_training(tmp_path: Path) -> None:
-    loop = slow_loop(tmp_path, beside(num_steps=6, every=3, keep_best="eval/pass_at_1"))
-    await loop.run()
-    best = json.loads((loop.folder.checkpoints / "best.json").read_text())
-    assert (best["metric"], best["value"], best["step"]) == ("eval/pass_at_1", 0.0, 3)
-    assert [step_of(path) for path in complete_checkpoints(loop.folder.checkpoints)] == [3, 6]
-
-
 async def test_a_checkpoint_stays_while_its_evaluation_goes_on_however_many_are_newer(tmp_path: Path) -> None:
     """Two are kept. That of step 3 is judged when steps 4 to 6 are made."""
     loop = slow_loop(tmp_path, beside(num_steps=6, every=3, keep_best="eval/reward", checkpoint_every_steps=1))

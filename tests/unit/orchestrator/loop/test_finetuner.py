@@ -159,14 +159,6 @@ async def test_steps_are_evaluated_where_it_is_due_and_their_rows_count_what_was
     assert counts == [(None, None), *[(2 * 3, 1)] * 6], "one for each of two ranks"
 
 
-async def test_an_evaluation_that_fails_leaves_the_row_of_its_step(tmp_path: Path) -> None:
-    tuning = Tuning(tmp_path)
-    tuning.trainer.breaks_at_version = 3
-    with pytest.raises(ConnectionError, match="rank 1 died"):
-        await tuning.run()
-    assert tuning.steps == [0, 1, 2, 3]
-
-
 async def test_a_step_under_way_is_ended_and_saved(tmp_path: Path) -> None:
     tuning, gate = Tuning(tmp_path), asyncio.Event()
 
@@ -182,15 +174,6 @@ async def test_a_step_under_way_is_ended_and_saved(tmp_path: Path) -> None:
     state = tuning.checkpoints.read(tuning.checkpoints.newest())
     assert (state.step, state.policy_version) == (3, 3)
     assert tuning.steps == [0, 1, 2, 3]
-
-
-async def test_refused_steps_stop_it_with_its_state_saved(tmp_path: Path) -> None:
-    tuning = Tuning(tmp_path, num_steps=9)
-    tuning.trainer.not_finite = {1, 2, 3}
-    with pytest.raises(TrainingStopped, match="3 steps in a row"):
-        await tuning.run()
-    state = tuning.checkpoints.read(tuning.checkpoints.newest())
-    assert (state.step, state.policy_version) == (4, 1)
 
 
 @pytest.mark.parametrize(("num_steps", "how"), [(4, "resume and more run.num_steps$"), (5, "resume$")])

@@ -103,22 +103,11 @@ async def test_a_held_out_prompt_has_the_same_seed_in_every_evaluation(tmp_path:
     assert {sampling for _, sampling in asked[False]} == {None}
 
 
-async def test_every_judged_group_is_told_to_the_order_of_prompts(tmp_path: Path) -> None:
-    """In one place, and more of equal rewards in all than may come in a row."""
-    config = make_config(num_steps=12, drop_zero_variance_groups=True, rollout={"max_concurrent_groups": 1})
-    loop = Loop(tmp_path, config)
-    loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 2 == 0
-    async with asyncio.timeout(60):  # it waits for ever where a place is lost
-        await loop.run()
-    observed = dict(loop.prompts.observed)
-    assert len(observed) == len(loop.prompts.observed) and sum(one % 2 == 0 for one in observed) > 30
-    assert all((len(set(rewards)) == 1) == (prompt_id % 2 == 0) for prompt_id, rewards in observed.items())
-    assert max(observed) < 1000, "held-out prompts are not"
-
-
-async def test_lengths_make_no_group_informative_and_no_prompt_harder(tmp_path: Path) -> None:
-    """All right, or all wrong: responses of other lengths have other rewards, and say as little."""
-    loop = Loop(tmp_path, make_config(num_steps=4, drop_zero_variance_groups=True))
+async def test_every_judged_group_is_told_to_the_order_of_prompts_whatever_lengths_took_from_it(tmp_path: Path) -> None:
+    """In one place, and more of equal rewards in all than may come in a row. All right, or all wrong: responses of
+    other lengths have other rewards, and say as little."""
+    rollout = {"max_concurrent_groups": 1}
+    loop = Loop(tmp_path, make_config(num_steps=12, drop_zero_variance_groups=True, rollout=rollout))
     loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 2 == 0
     judge = loop.rewards.score_group
 
@@ -128,8 +117,11 @@ async def test_lengths_make_no_group_informative_and_no_prompt_harder(tmp_path: 
         return [Judgement((one.reward or 0.0) + taken, {"length_penalty": taken}) for one, taken in judged]
 
     loop.rewards.score_group = judge_lengths  # type: ignore[method-assign]
-    await loop.run()
+    async with asyncio.timeout(60):  # it waits for ever where a place is lost
+        await loop.run()
     observed = dict(loop.prompts.observed)
+    assert len(observed) == len(loop.prompts.observed) and sum(one % 2 == 0 for one in observed) > 30
+    assert max(observed) < 1000, "held-out prompts are not"
     assert {reward for rewards in observed.values() for reward in rewards} == {0.0, 1.0}
     assert all((len(set(rewards)) == 1) == (prompt_id % 2 == 0) for prompt_id, rewards in observed.items())
     assert sum(row["rollout/groups_uninformative"] for row in loop.rows[1:]) >= 4

@@ -4,7 +4,6 @@ import json
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -126,73 +125,56 @@ def test_combined_speaks_for_the_updates_that_were_applied() -> None:
     assert combined([bad]) is bad
 
 
-async def test_every_draft_has_the_scores_of_its_own_sample() -> None:
-    """Wherever that was packed; here a response's log-probabilities are its length."""
-    rollouts = [Rollout([5] * size, [-1.0] * size, [0] * size, "t", "stop") for size in (4, 3, 2, 1)]
-    groups = [Group(Prompt(0, (1,), "a"), rollouts, [1.0, 0.0, 0.0, 0.0])]
+class Ranks:
+    """Two that note what they are given. A response's log-probabilities are minus its length."""
 
-    async def scores(batches: list[list[list[Sample]]], policy_version: int) -> list[list[list[Scores]]]:
+    num_ranks = 2
+
+    def __init__(self) -> None:
+        self.batches: list[list[list[list[Sample]]]] = []
+        self.told: list[object] = []
+
+    async def score(self, batches: list[list[list[Sample]]], policy_version: int) -> list[list[list[Scores]]]:
+        self.batches.append(batches)
+        self.told.append(policy_version)
         sizes = [[[one.num_valid_tokens for one in micro] for micro in of_rank] for of_rank in batches]
         return [[[Scores(np.full(size, -size), None, None) for size in micro] for micro in one] for one in sizes]
 
-    trainer = SimpleNamespace(num_ranks=2, score=scores)
-    drafts = await score(trainer, draft_samples(groups, AlgorithmConfig()), make_config(), 0)  # type: ignore[arg-type]
-    assert [draft.sample.old_logprobs[-1] for draft in drafts] == [-4, -3, -2, -1]
+    async def forward_backward(self, batches: list[list[list[Sample]]], _: object) -> list[LossStats]:
+        self.batches.append(batches)
+        return [LossStats({"loss/total_sum": 1.0, "loss/policy_sum": 3.0}, {})]
+
+    async def optimizer_step(self, *, ends_version: bool) -> OptimStats:
+        self.told.append(ends_version)
+        return OptimStats(1, 2.0, 0.1, is_finite=True)
+
+
+async def test_every_draft_has_the_scores_of_its_own_sample_and_microbatches_have_room_for_prompts() -> None:
+    """Wherever it was packed: eight sequences of 3 + 1 to 3 + 3 tokens, at most 12 tokens in a microbatch."""
+    sizes, ranks = (3, 2, 1, 1, 3, 2, 1, 1), Ranks()
+    rollouts = [Rollout([5] * size, [-1.0] * size, [0] * size, "t", "stop") for size in sizes]
+    groups = [Group(Prompt(0, (1, 2, 3), "abc"), rollouts, [1.0, 0.0] * 4)]
+    config = make_config(trainer={"max_microbatch_tokens": 12})
+    drafts = await score(ranks, draft_samples(groups, AlgorithmConfig()), config, 3)  # type: ignore[arg-type]
+    assert [draft.sample.old_logprobs[-1] for draft in drafts] == [-size for size in sizes]
+    samples, clock = build_samples(groups, AlgorithmConfig()), Stopwatch(Activities())
+    done = await update(ranks, [samples], config, 0, np.random.default_rng(0), clock)  # type: ignore[arg-type]
+    for batches in ranks.batches:
+        assert [len(of_rank) for of_rank in batches] == [2, 2]
+        assert all(sum(one.num_tokens for one in micro) <= 12 for of_rank in batches for micro in of_rank)
+    assert (done.num_microbatches, done.num_tokens, ranks.told) == (2, 8 * 3 + sum(sizes), [3, True])
 
 
 async def test_a_minibatch_without_samples_is_no_update() -> None:
     """Two of three groups have samples. Two ranks share each microbatch."""
-    config = make_config(minibatches_per_step=3, trainer={"num_ranks": 2, "cp_size": 2})
+    config, ranks = make_config(minibatches_per_step=3, trainer={"num_ranks": 2, "cp_size": 2}), Ranks()
     groups = [Group(Prompt(0, (1,), "a"), [Rollout([5], [-1.0], [0], "t", "stop")] * 2, [1.0, 0.0])] * 2
     samples = build_samples(groups, AlgorithmConfig())
-    told: list[object] = []
-
-    async def forward_backward(batches: list[list[list[Sample]]], _: object) -> list[LossStats]:
-        told.append(batches)
-        return [LossStats({"loss/total_sum": 1.0, "loss/policy_sum": 3.0}, {})]
-
-    async def optimizer_step(*, ends_version: bool) -> OptimStats:
-        told.append(ends_version)
-        return OptimStats(1, 2.0, 0.1, is_finite=True)
-
-    trainer = SimpleNamespace(num_ranks=2, forward_backward=forward_backward, optimizer_step=optimizer_step)
-    parts = [samples[:2], samples[2:], []]
-    done = await update(trainer, parts, config, 0, np.random.default_rng(0), Stopwatch(Activities()))  # type: ignore[arg-type]
-    assert told == [[[samples[:2]]] * 2, False, [[samples[2:]]] * 2, True]
+    parts, clock = [samples[:2], samples[2:], []], Stopwatch(Activities())
+    done = await update(ranks, parts, config, 0, np.random.default_rng(0), clock)  # type: ignore[arg-type]
+    assert (ranks.batches, ranks.told) == ([[[samples[:2]]] * 2, [[samples[2:]]] * 2], [False, True])
     assert (done.num_microbatches, done.num_applied) == (2, 2)
     assert [stats.sums for stats in done.loss] == [{"loss/total_sum": 0.5, "loss/policy_sum": 1.5}] * 2
-
-
-async def test_microbatches_have_room_for_prompts_too() -> None:
-    """Eight sequences of 3 + 1 tokens, at most 8 tokens in a microbatch, two ranks: two in each of two."""
-    config = make_config(trainer={"max_microbatch_tokens": 8})
-    rollouts = [Rollout([5], [-1.0], [0], "t", "stop")] * 8
-    groups = [Group(Prompt(0, (1, 2, 3), "abc"), rollouts, [1.0, 0.0] * 4)]
-    packed: list[list[list[int]]] = []
-
-    def note(batches: list[list[list[Sample]]]) -> None:
-        packed.append([[len(microbatch) for microbatch in of_rank] for of_rank in batches])
-
-    async def scores(batches: list[list[list[Sample]]], policy_version: int) -> list[list[list[Scores]]]:
-        assert policy_version == 3
-        note(batches)
-        return [[[Scores(np.ones(1), None, None) for _ in micro] for micro in of_rank] for of_rank in batches]
-
-    async def forward_backward(batches: list[list[list[Sample]]], _: object) -> list[LossStats]:
-        note(batches)
-        return []
-
-    async def optimizer_step(*, ends_version: bool) -> OptimStats:
-        return OptimStats(1, 2.0, 0.1, is_finite=True)
-
-    trainer: Any = SimpleNamespace(
-        num_ranks=2, score=scores, forward_backward=forward_backward, optimizer_step=optimizer_step
-    )
-    await score(trainer, draft_samples(groups, AlgorithmConfig()), config, 3)
-    samples = build_samples(groups, AlgorithmConfig())
-    done = await update(trainer, [samples], config, 0, np.random.default_rng(0), Stopwatch(Activities()))
-    assert packed == [[[2, 2], [2, 2]]] * 2
-    assert (done.num_microbatches, done.num_tokens) == (2, 8 * 4)
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_CASES)
@@ -232,11 +214,3 @@ def test_branches_of_an_episode_get_the_penalties_of_their_own_tokens() -> None:
     (samples,) = filled(drafts, groups, config, advantage_function(config))
     # 1 - 0.5 * (0.1 + 0.2 + 0.3 + 0.4) = 0.5 against 0: +-0.25
     assert [set(sample.advantages[sample.loss_mask].tolist()) for sample in samples] == [{0.25}, {0.25}, {-0.25}]
-
-
-def test_equal_rewards_still_count_in_a_batch() -> None:
-    groups = [
-        Group(Prompt(0, (1,), "a"), [Rollout([9], [-0.5], [0], "t", "stop")] * 2, [reward] * 2) for reward in (1.0, 0.0)
-    ]
-    samples = build_samples(groups, AlgorithmConfig(advantage="batch_std"))
-    assert [sample.advantages[-1] for sample in samples] == pytest.approx([0.866025, 0.866025, -0.866025, -0.866025])

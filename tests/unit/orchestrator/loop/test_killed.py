@@ -1,7 +1,10 @@
-"""Locks: whatever instant a run is killed at, the one that goes on has every row once, and the best checkpoint."""
+"""Locks: whatever instant a run is killed at, the one that goes on, from a checkpoint or from what the controller wrote
+down in a step, has every row and prompt once, and the best checkpoint.
+"""
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +19,8 @@ from fakes.workers import FakeWorker
 
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.orchestrator.checkpoints.journal import Journal, Whereabouts, read_journal, write_journal
+from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
@@ -105,3 +110,55 @@ async def test_a_run_that_is_killed_while_it_ends_has_the_row_of_every_step_that
         saved = [step_of(path) for path in complete_checkpoints(folder / "checkpoints")]
         assert {*saved} <= {*rows}, folder
     assert (saved, rows) == ([2], [0, 1, 2])
+
+
+def config_of(staleness: int) -> RunConfig:
+    run = {"checkpoint_every_steps": 0, "samples_per_step": 100}
+    return make_config(num_steps=6, staleness=staleness, run=run)
+
+
+def steps_of_prompts(folder: Path) -> dict[str, set[int]]:
+    """The steps that trained on each prompt."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for row in map(json.loads, (folder / "samples.jsonl").read_text().splitlines()):
+        if row["step"] > 0 and not row.get("eval"):
+            found[row["prompt"]].add(row["step"])
+    return {prompt: steps for prompt, steps in found.items() if prompt.startswith("prompt ")}
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("killed_in", [1, 4, 6])
+async def test_every_prompt_is_used_once_and_every_row_written_once(
+    tmp_path: Path, staleness: int, killed_in: int
+) -> None:
+    states: list[RunState] = []
+    loop = Loop(tmp_path, config_of(staleness))
+    loop.folder.journal.parent.mkdir()
+
+    async def note(state: RunState) -> None:
+        if states:
+            assert newest() == loop.rows[-1]["step"], "the step under way has its row"
+        write_journal(loop.folder, Journal(Whereabouts("", 0), "", state))
+        assert newest() == len(loop.rows) - 1 == max(0, state.step - 1), "and before, the one before it counts"
+        states.append(state)
+
+    def newest() -> int:
+        journal = read_journal(loop.folder)
+        assert journal is not None
+        return journal.state.step
+
+    loop.hold = note
+    await loop.run()
+    assert [state.step for state in states] == list(range(6))
+
+    found = states[killed_in - 1]
+    another = Loop(tmp_path, config_of(staleness), resume_step=found.step)
+    another.found, another.world.version = found, found.policy_version
+    controller = await another.run()
+    assert (controller.step, controller.policy_version) == (6, 6)
+    assert another.world.diary[0] == ("publish", found.policy_version), "whatever engines hold"
+    assert [row["step"] for row in another.rows] == list(range(7))
+    used = steps_of_prompts(tmp_path)
+    assert sorted(used) == sorted(f"prompt {number}" for number in range(18))
+    assert {len(steps) for steps in used.values()} == {1}
+    assert another.controller is not None and another.controller.buffer.state().num_batches == 6

@@ -1,18 +1,54 @@
-"""The room of rollout workers that are asked for while a run goes on: all of it or none, and given back with them."""
+"""What trainer ranks try before a run; the room of rollout workers that are asked for while a run goes on, all of it or
+none, and given back with them; what workers are built from.
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from cases.tiny_configs import DEEPSEEK, DENSE, GPT_OSS, MIXED
 
 from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import ParityConfig, RunConfig
 from slipstream.orchestrator.cluster.nodes import RAY_NODES
-from slipstream.orchestrator.cluster.ray_cluster import RunContext
-from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster, RunContext
+from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers, routing_shape
 from slipstream.orchestrator.cluster.rooms import Rooms
+from slipstream.orchestrator.cluster.trainer_ranks import start_trainer_ranks
 from slipstream.orchestrator.errors import PlacementError
+from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+from slipstream.rollout.types import RoutingShape
+
+FACTS = {
+    "pid": 1, "load_parts_s": {}, "backends": {}, "device": "cpu", "num_parameters": 0, "num_trainable_parameters": 0,
+    "dense_weights": "", "whole_bytes": 0, "mtp_tensors": [], "unadapted_matrices": 0, "ignored_tensors": [],
+}  # fmt: skip
+
+
+async def test_a_microbatch_is_tried_that_fills_all_ranks_which_share_its_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def result_of(_: RayCluster, answer: object, *__: object) -> object:
+        return answer
+
+    actor = Mock()
+    actor.load.remote.return_value = FACTS
+    actor.call.remote.return_value = {"seconds": 1.0, "peak_device_bytes": 0}
+    monkeypatch.setattr(RayCluster, "new_actor", AsyncMock(return_value=actor))
+    monkeypatch.setattr(RayCluster, "result_of", result_of)
+    config = RunConfig()
+    tokens = 2 * config.rollout.max_model_len
+    config = replace(config, trainer=replace(config.trainer, max_microbatch_tokens=tokens, num_ranks=2, cp_size=2))
+    cluster = RayCluster(config, RunFolder(tmp_path), None, needs_gpus=False, on_lost=list)
+    run = RunContext(config, cluster, "cuda", {}, b"", is_one_node=True, startup=Mock())
+    await start_trainer_ranks(run, [0, 1])
+    what, lengths = actor.call.remote.call_args.args
+    assert (what, len(lengths)) == ("warm_up", 4)
+
 
 ON = {"node:127.0.0.1": 0.001}
 
@@ -84,3 +120,20 @@ async def test_a_worker_that_starts_elsewhere_gives_its_former_room_back_also_on
     assert ray.asked[-1][2] == {"node:127.0.0.2": 0.001} and rooms.of("rollout-0") == "room 1"
     await rooms.make({"rollout-0": "a"})
     assert (rooms.of("rollout-0"), ray.held) == ("room 2", ["room 2"])
+
+
+REPLAYED = replace(RunConfig(), parity=ParityConfig(replay_routing=True))
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "shape"),
+    [
+        (DEEPSEEK, RoutingShape((1, 2), 3, 8)),  # its first layer is dense
+        (MIXED, RoutingShape((0, 2), 2, 8)),
+        (GPT_OSS, RoutingShape((0, 1), 3, 8)),
+        (DENSE, None),
+    ],
+)
+def test_engines_record_layers_with_experts_when_routing_is_replayed(hf_config, shape) -> None:
+    assert routing_shape(REPLAYED, hf_config) == shape
+    assert routing_shape(RunConfig(), hf_config) is None
