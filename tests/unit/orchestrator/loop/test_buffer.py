@@ -89,17 +89,17 @@ def test_bound_holds_without_drops_for_any_interleaving(
 
 async def test_groups_that_are_too_old_again_and_again_are_counted_each_time() -> None:
     buffer = GroupBuffer(groups_per_step=2, max_staleness_steps=1)
-    for _ in range(2):
-        ticket = await buffer.claim_ticket()
+    tickets = [await buffer.claim_ticket() for _ in range(4)]
+    for ticket in tickets[:2]:
         await buffer.deliver(ticket, group_of(ticket.number, version=3))
+    waiting = [asyncio.create_task(buffer.claim_ticket()) for _ in range(4)]
+    await turns()
     taking = asyncio.create_task(buffer.take_batch(5))
-    for version in (3, 4):
-        await turns()
-        for _ in range(2):
-            assert buffer.num_outstanding == 2
-            again = await claim(buffer)
-            assert again is not None and again.prompt is not None and again.prompt.prompt_id == again.number
-            await buffer.deliver(again, group_of(again.number, version))
+    for claiming, version in zip(waiting, (3, 3, 4, 4)):
+        again = await done(claiming)
+        assert buffer.num_outstanding == 4
+        assert again.prompt is not None and again.prompt.prompt_id == again.number
+        await buffer.deliver(again, group_of(again.number, version))
     batch = await done(taking)
     assert (batch.num_dropped, batch.staleness_steps) == (4, [1, 1])
 
