@@ -205,7 +205,7 @@ class TrainerHere:
         from slipstream.conf.architecture.families import read_config
         from slipstream.trainer.delivery.adapter_source import AdapterSource
         from slipstream.trainer.delivery.merged_source import TrainerWeightSource
-        from slipstream.trainer.engine_ops.choose_forward import choose_forward
+        from slipstream.trainer.engine_ops.engine_forward import choose_forward
         from slipstream.trainer.model.build_decoder import build_decoder
 
         dtype = torch.bfloat16 if device is Device.cuda else torch.float32

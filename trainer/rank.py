@@ -29,7 +29,7 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective, RemoteMerge, TrainMode
 from slipstream.trainer.adapter_io import load_adapter
 from slipstream.trainer.delivery.delivery import Delivery
-from slipstream.trainer.engine_ops.choose_forward import choose_forward
+from slipstream.trainer.engine_ops.engine_forward import choose_forward
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder

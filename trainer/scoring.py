@@ -19,7 +19,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import ModelConfig, TrainerConfig, TrainMode
 from slipstream.trainer.adapter_io import load_adapter, save_merged
-from slipstream.trainer.engine_ops.choose_forward import choose_forward
+from slipstream.trainer.engine_ops.engine_forward import choose_forward
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.comparison import decoder_steps
 from slipstream.trainer.model.decoder import Decoder

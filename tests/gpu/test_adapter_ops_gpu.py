@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.trainer.engine_ops.published_adapters import Factors
+from slipstream.trainer.engine_ops.published import Factors
 from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

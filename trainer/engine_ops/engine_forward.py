@@ -1,11 +1,15 @@
-"""A decoder's values by the engine's kernels and with the weights that the engine holds.
+"""A decoder's values as engines compute them, and which forward a decoder takes its values from.
 
-    EngineForward    weights with adapters in them, as a publish would write them now (weight_sync.mode=merged)
-    SlotForward      base weights, and adapters as a publish would write them into a slot now (mode=adapter)
+    MergedForward    the trainer's own kernels, with weights as a publish would write them now
+    EngineForward    the engine's kernels, with such weights (weight_sync.mode=merged)
+    SlotForward      the engine's kernels, with base weights, and adapters as a publish would write them into a slot now
+                     (mode=adapter)
 
-The layers' own lists of operations are walked, whose order is that of vLLM's Qwen3 and Qwen3-MoE models; values are the
-engine's bit by bit (docs/parity.md). Gradients are those of the trainer's own kernels. Models with latent attention,
-sinks, windows or shared experts are refused before (conf.checks.model).
+An engine of weight_sync.mode=merged computes with W + scale B A rounded to its format, and the trainer with W, A and B:
+after a few steps this is most of what their log-probabilities differ by (docs/parity.md). The engine's kernels walk the
+layers' own lists of operations, whose order is that of vLLM's Qwen3 and Qwen3-MoE models; values are the engine's bit
+by bit. Models with latent attention, sinks, windows or shared experts are refused before (conf.checks.model). Gradients
+are those of the trainer's own kernels, from W, A and B, of the same input of a layer and with the same experts.
 """
 
 from collections.abc import Sequence
@@ -13,18 +17,25 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.trainer.engine_ops.published_adapters import PublishedAdapters
-from slipstream.trainer.engine_ops.published_weights import (
+from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.schema import AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
+from slipstream.trainer.engine_ops.published import (
+    PublishedAdapters,
     base_experts,
     base_linears,
     published_experts,
     published_linears,
 )
 from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
+from slipstream.trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
 from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
+from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.attention.flash_attention import EngineKernel
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
 from slipstream.trainer.model.feed_forward import DenseMlp
 from slipstream.trainer.model.forward import Forward, KeepGateUp, Place
@@ -33,6 +44,75 @@ from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.moe.block import MoeBlock
 from slipstream.trainer.moe.replay import LayerRoutes
 from slipstream.trainer.recompute import Recomputed
+
+
+def choose_forward(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    trainer: TrainerConfig,
+    device: torch.device,
+    engines: SyncMode = SyncMode.merged,
+    engine_ranks: int = 1,
+) -> Forward:
+    """What trainer.numerics asks for.
+
+    Args:
+        spec, dtype: Of the decoder that it will compute.
+        engines: What engines hold (weight_sync.mode): merged weights, or the base and adapters.
+        engine_ranks: rollout.tp_size.
+
+    Raises:
+        TrainerError: the engine's kernels were asked for, and this node cannot run them: vLLM is missing, or the GPU,
+            the dtype or the heads do not fit.
+    """
+    if trainer.numerics.match is Match.bitwise:
+        operations = VllmOperations(spec, dtype, device)
+        if engines is SyncMode.adapter:
+            rank = trainer.lora.slot_rank
+            slots = PublishedAdapters(rank)
+            return SlotForward(operations=operations, adapters=VllmAdapters(rank, device), slots=slots)
+        return EngineForward(operations=operations, engine_ranks=engine_ranks)
+    is_merged = trainer.numerics.match is Match.merged and trainer.mode is TrainMode.lora
+    kernel, told = None, f"the trainer's own (trainer.cp_size={trainer.cp_size})"
+    if trainer.cp_size == 1:
+        kernel, told = _choose_attention(spec, dtype, trainer.numerics.places.attention, device)
+    kind = MergedForward if is_merged else Forward
+    return kind(rounds_base_first=engines is SyncMode.adapter, attention=kernel, attention_values=told)
+
+
+def _choose_attention(
+    spec: ModelSpec, dtype: torch.dtype, values: AttentionValues, device: torch.device
+) -> tuple[EngineKernel | None, str]:
+    """The kernel that computes the attention's values, None for the trainer's own; and whose it is, for the log."""
+    if values is AttentionValues.own:
+        return None, "the trainer's own"
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    with_softmax = [one for one in spec.kinds_of_attention if isinstance(one, GqaSpec | MlaSpec)]
+    refusals = [refusal_of_engine_attention(capability, dtype, one) for one in with_softmax]
+    refusal = next((one for one in refusals if one is not None), None)
+    if refusal is None:
+        return VllmAttention(), "vLLM's FlashAttention 3"
+    if values is AttentionValues.engine:
+        raise TrainerError(f"attention's values by the engine's kernel cannot be had: {refusal}")
+    return None, f"the trainer's own ({refusal})"
+
+
+@dataclass(frozen=True, slots=True)
+class MergedForward(Forward):
+    @property
+    def gradients_by(self) -> Forward | None:
+        return Forward(self.adapted, self.rounds_base_first, self.attention)
+
+    def linears(self, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, *published_linears([one], x.dtype, adapted=self.adapted)) for one in linears)
+
+    def experts(
+        self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
+    ) -> Tensor:
+        is_merged = self.adapted and block.experts.lora is not None
+        merged = published_experts(block.experts, x_TH.dtype) if is_merged else None
+        most = at.sequences.most_tokens
+        return block.run_experts(x_TH, weights_TK, ids_TK, keep, most_tokens=most, adapted=False, merged=merged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

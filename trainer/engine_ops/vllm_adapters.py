@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.trainer.engine_ops.published_adapters import Factors
+from slipstream.trainer.engine_ops.published import Factors
 from slipstream.trainer.engine_ops.vllm_operations import imports_batch_invariant
 
 MODULES = (

@@ -1,7 +1,7 @@
 """vLLM's FlashAttention 3 as the kernel of the trainer's attention (Roundings.attention).
 
 Owns: where that kernel can be called (a Hopper GPU, 16 bits, head widths that it takes, vLLM on this node), and the
-call. Does not own gradients (trainer/model/attention/engine_attention.py).
+call. Does not own gradients (trainer/model/attention/flash_attention.py).
 """
 
 import torch

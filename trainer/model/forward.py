@@ -1,8 +1,8 @@
 """What computes those operations of a layer's list that an engine may compute otherwise: one method per kind.
 
     Forward                              the trainer's kernels; gradients come through them
-    trainer.engine_ops.merged_forward    the same, with weights as a publish would write them: values alone
-    trainer.engine_ops.engine_forward    the engine's kernels: values alone
+    trainer.engine_ops.engine_forward    with weights as a publish would write them, or the engine's kernels: values
+                                         alone
 
 A decoder has one (build_decoder), and a call may name another: the reference policy is `without_adapters`.
 Does not own the order of operations (layer.py, attention/) nor what of a layer is recomputed (operations.py).
@@ -24,8 +24,7 @@ from slipstream.trainer.kernels.residual import residual_sum
 from slipstream.trainer.kernels.rms_norm import norm_rotate
 from slipstream.trainer.lora import Linear, apply_together
 from slipstream.trainer.model.attention.attend import attend
-from slipstream.trainer.model.attention.engine_attention import EngineKernel
-from slipstream.trainer.model.attention.flash_attention import AttentionCall, KeptAttention
+from slipstream.trainer.model.attention.flash_attention import AttentionCall, EngineKernel, KeptAttention
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
 from slipstream.trainer.model.feed_forward import DenseMlp
 from slipstream.trainer.model.logprobs import Head

@@ -10,7 +10,7 @@ Shapes: T packed tokens, H hidden, K experts of a token.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
+from slipstream.conf.architecture.delta_net_spec import DeltaNetSpec
+from slipstream.trainer.model.attention.delta_net import GatedDeltaNet
 from slipstream.trainer.model.attention.flash_attention import KeptAttention
-from slipstream.trainer.model.attention.kinds import make_attention
+from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
+from slipstream.trainer.model.attention.latent import LatentAttention
 from slipstream.trainer.model.attention.part import Attention
 from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.feed_forward import FED, FLIPPED, IDS, ROUTED, FeedForward, make_feed_forward
@@ -37,6 +41,9 @@ STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "
 NORMED, DELTA, AFTER = "input_layernorm", "self_attn.o_proj", "post_attention_layernorm"
 BEFORE_FED, AFTER_FED = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 """What layers have that norm their halves, in which AFTER norms what attention gives."""
+KINDS: dict[type, Callable[[Any, Build], Attention]] = {
+    DeltaNetSpec: GatedDeltaNet, GqaSpec: GroupedQueryAttention, MlaSpec: LatentAttention,
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -89,7 +96,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = build.norm()
         own = spec.attentions[layer]
         self._attention_name = own.name
-        self.add_module(own.name, make_attention(build, layer))
+        self.add_module(own.name, KINDS[type(own)](own, build))
         self.post_attention_layernorm = build.norm()
         self.adds = (AFTER, AFTER_FED) if spec.norms_halves else (DELTA, FED)
         """What the stream adds, by name."""

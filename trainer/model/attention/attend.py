@@ -12,7 +12,7 @@ Owns the choice, which is made once per model and reported:
             there: a query never looks right, and padding is on the right.
 
 Chunks of longer sequences (context.py) have the same choice; chunk_attention.py lays them out for cuDNN. An engine's
-kernel may compute the values of cudnn, varlen and flex (engine_attention.py). Does not own projections, norms or RoPE
+kernel may compute the values of cudnn, varlen and flex. Does not own projections, norms or RoPE
 (grouped_queries.py, latent.py).
 
 Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim, B sequences, L
@@ -32,8 +32,15 @@ from torch import Tensor
 
 from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
 from slipstream.trainer.model.attention.chunk_attention import chunk_attention
-from slipstream.trainer.model.attention.engine_attention import EngineAttention, EngineKernel
-from slipstream.trainer.model.attention.flash_attention import AttentionCall, cudnn_attention, varlen_attention
+from slipstream.trainer.model.attention.flash_attention import (
+    AttentionCall,
+    EngineKernel,
+    FlashAttention,
+    cudnn_attention,
+    cudnn_gradients_of_rows,
+    varlen_attention,
+    varlen_gradients,
+)
 from slipstream.trainer.model.packed_sequences import LONG, PackedSequences
 
 logger = logging.getLogger(__name__)
@@ -160,7 +167,9 @@ def attend(
     is_whole = sequences.keys is None
     is_long = backend is AttentionBackend.cudnn and call.window is None and sequences.is_long
     if engine is not None:
-        return EngineAttention.apply(q_TND, k_TGD, v_TGV, sinks_N, engine, call, is_long and is_whole)
+        by_cudnn = is_long and is_whole and sinks_N is None
+        gradients = cudnn_gradients_of_rows if by_cudnn else varlen_gradients
+        return FlashAttention.apply(q_TND, k_TGD, v_TGV, sinks_N, call, engine, gradients)
     if backend is AttentionBackend.flex:
         kernel = flex_attention
     elif sinks_N is not None:

@@ -15,21 +15,24 @@ Shapes: as in flash_attention.py; C queries of a chunk, S keys of it, R of these
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from slipstream.trainer.model.attention.flash_attention import AttentionCall, length_step, padded_length
+from slipstream.trainer.model.attention.flash_attention import (
+    AttentionCall,
+    FlashAttention,
+    length_step,
+    padded_length,
+)
 
 
 def chunk_attention(q_TND: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: AttentionCall) -> Tensor:
     """Attention of chunks, whose keys lie where `call.sequences.keys` tells. Returns [T, N, V]."""
-    return _ChunkAttention.apply(q_TND, k_KGD, v_KGV, call)
+    return FlashAttention.apply(q_TND, k_KGD, v_KGV, None, call, _all_values, _all_gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,35 +64,23 @@ def chunks_of(call: AttentionCall) -> Iterator[_Chunk]:
             yield _Chunk(slice(first, stop), slice(first_key, last_key), before // step * step)
 
 
-class _ChunkAttention(torch.autograd.Function):
-    """Calls aten's operators, so that a recomputed forward can take the first one's results."""
+def _all_values(q_TND: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    parts = [_values(q_TND[one.queries], k_KGD[one.keys], v_KGV[one.keys], one, call) for one in chunks_of(call)]
+    return torch.cat([out for out, _ in parts]), torch.cat([sums for _, sums in parts], 1)
 
-    @staticmethod
-    def forward(ctx: Any, q_TND: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: AttentionCall) -> Tensor:
-        results = None if call.kept is None else call.kept.take()
-        if results is None:
-            parts = [
-                _values(q_TND[one.queries], k_KGD[one.keys], v_KGV[one.keys], one, call) for one in chunks_of(call)
-            ]
-            results = torch.cat([out for out, _ in parts]), torch.cat([sums for _, sums in parts], 1)
-            if call.kept is not None:
-                call.kept.put(results)
-        ctx.save_for_backward(q_TND, k_KGD, v_KGV, *results)
-        ctx.call = call
-        return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
-        q_TND, k_KGD, v_KGV, out_TNV, log_sums_NT = ctx.saved_tensors
-        parts = [
-            _gradients(
-                dout_TNV[one.queries], q_TND[one.queries], out_TNV[one.queries], log_sums_NT[:, one.queries],
-                k_KGD[one.keys], v_KGV[one.keys], one, ctx.call,
-            )
-            for one in chunks_of(ctx.call)
-        ]  # fmt: skip
-        return *(torch.cat(grads) for grads in zip(*parts, strict=True)), None
+def _all_gradients(
+    dout_TNV: Tensor, q_TND: Tensor, k_KGD: Tensor, v_KGV: Tensor, out_TNV: Tensor, log_sums: Sequence[Tensor],
+    call: AttentionCall,
+) -> list[Tensor]:  # fmt: skip
+    parts = [
+        _gradients(
+            dout_TNV[one.queries], q_TND[one.queries], out_TNV[one.queries], log_sums[0][:, one.queries],
+            k_KGD[one.keys], v_KGV[one.keys], one, call,
+        )
+        for one in chunks_of(call)
+    ]  # fmt: skip
+    return [torch.cat(grads) for grads in zip(*parts, strict=True)]
 
 
 def _values(q_CND: Tensor, k_SGD: Tensor, v_SGV: Tensor, chunk: _Chunk, call: AttentionCall) -> tuple[Tensor, Tensor]:

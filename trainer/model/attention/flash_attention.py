@@ -1,15 +1,21 @@
-"""Flash attention by torch's kernels: their forward, and their gradients for any forward that keeps its sums.
+"""Flash attention: values by one kernel, gradients by the same or another one.
 
     varlen  torch's flash attention on packed rows
     cudnn   cuDNN's kernels, neighbouring sequences of one length at a time
+    engine  values by an engine's kernel (trainer/engine_ops), gradients by either of the others
 
-Gradients need the output and, of each row, the log of its softmax's sum; who computed these does not matter
-(engine_attention.py). Does not own the choice of a kernel (attend.py).
+    forward   out, log of each softmax's sum                             kept for a recomputation, and for backward
+    backward  P = exp(scale * q k^T - log sum), from there as always     who computed the sums does not matter
+
+A sink s is one more term in the sum, exp(s), and adds nothing to out. So the kernels' backward holds with the whole
+sum, and ds = -sum over tokens of exp(s - log sum) * <dout, out>.
+Does not own the choice of a kernel (attend.py).
 
 Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,58 +72,76 @@ class AttentionCall:
     """Keeps the results, so that a recomputation need not compute them again (cudnn, varlen, an engine's)."""
 
 
+Values = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, ...]]
+"""Of q [T, N, D], k and v: the output [T, N, V], then logs of sums as the gradients' function takes them."""
+Gradients = Callable[..., Sequence[Tensor]]
+"""Gradients of q, k and v, of (dout, q, k, v, out, logs of sums, AttentionCall)."""
+EngineKernel = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor]]
+"""An engine's kernel of causal attention over packed sequences: of queries, keys and values [T, N, V], and [N, T] in
+float32, the natural logarithm of each softmax's sum, a sink's term included."""
+
+
+class FlashAttention(torch.autograd.Function):
+    """Calls aten's operators or an engine's, so that a recomputed forward can take the first one's results. Returns
+    [T, N, V]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sinks_N: Tensor | None, call: AttentionCall,
+        values: Values, gradients: Gradients,
+    ) -> Tensor:  # fmt: skip
+        results = None if call.kept is None else call.kept.take()
+        if results is None:
+            results = values(q_TND, k_TGD, v_TGV, call)
+            if call.kept is not None:
+                call.kept.put(results)
+        ctx.save_for_backward(q_TND, k_TGD, v_TGV, sinks_N, *results)
+        ctx.call, ctx.gradients = call, gradients
+        return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
+        q_TND, k_TGD, v_TGV, sinks_N, out_TNV, *log_sums = ctx.saved_tensors
+        grads = ctx.gradients(dout_TNV, q_TND, k_TGD, v_TGV, out_TNV, log_sums, ctx.call)
+        dsinks_N = None
+        if sinks_N is not None and ctx.needs_input_grad[3]:
+            shares_NT = torch.exp(sinks_N.float()[:, None] - log_sums[0])
+            dsinks_N = -(shares_NT * (dout_TNV.float() * out_TNV.float()).sum(-1).t()).sum(1).to(sinks_N.dtype)
+        return *grads, dsinks_N, None, None, None
+
+
 def varlen_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
     """Flash attention over packed rows. Returns [T, N, V].
 
     The kernel needs values as wide as keys, so narrower ones (latent attention) are padded with zeros.
     """
     width = v_TGV.shape[2]
-    return _VarlenAttention.apply(q_TND, k_TGD, F.pad(v_TGV, (0, q_TND.shape[2] - width)), call)[..., :width]
+    v_TGD = F.pad(v_TGV, (0, q_TND.shape[2] - width))
+    return FlashAttention.apply(q_TND, k_TGD, v_TGD, None, call, _varlen_values, varlen_gradients)[..., :width]
 
 
-class _VarlenAttention(torch.autograd.Function):
-    """Calls aten's operators, as torch.nn.attention.varlen does: recomputing, the first forward's results are taken."""
-
-    @staticmethod
-    def forward(ctx: Any, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, call: AttentionCall) -> Tensor:
-        results = None if call.kept is None else call.kept.take()
-        if results is None:
-            where, span = _varlen_arguments(call)
-            results = torch.ops.aten._flash_attention_forward(q_TND, k_TGD, v_TGD, *where, False, **span)[:2]
-            if call.kept is not None:
-                call.kept.put(results)
-        ctx.call = call
-        ctx.save_for_backward(q_TND, k_TGD, v_TGD, *results)
-        return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_TND: Tensor) -> tuple[Tensor | None, ...]:
-        q_TND, k_TGD, v_TGD, out_TND, log_sums_NT = ctx.saved_tensors
-        return *varlen_gradients(dout_TND, q_TND, k_TGD, v_TGD, out_TND, log_sums_NT, ctx.call), None
+def _varlen_values(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
+    where, span = _varlen_arguments(call)
+    return torch.ops.aten._flash_attention_forward(q_TND, k_TGD, v_TGD, *where, False, **span)[:2]
 
 
 def varlen_gradients(
-    dout_TNV: Tensor,
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    out_TNV: Tensor,
-    log_sums_NT: Tensor,
+    dout_TNV: Tensor, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, out_TNV: Tensor, log_sums: Sequence[Tensor],
     call: AttentionCall,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k and v by torch's flash attention.
 
     Args:
-        log_sums_NT: float32, natural logarithms. Probabilities are computed again from them, so that with a sink's part
-            in the sum they are those beside the sink.
+        log_sums: One, float32 [N, T], natural logarithms. Probabilities are computed again from them, so that with a
+            sink's part in the sum they are those beside the sink.
     """
     width, wide = v_TGV.shape[2], q_TND.shape[2]
     dout, v, out = (F.pad(x, (0, wide - width)) if width < wide else x for x in (dout_TNV, v_TGV, out_TNV))
     where, span = _varlen_arguments(call)
     state = torch.empty(2, dtype=torch.uint64, device=q_TND.device)  # of the random numbers of a dropout
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dout.contiguous(), q_TND, k_TGD, v, out, log_sums_NT, *where, state, state[0], **span
+        dout.contiguous(), q_TND, k_TGD, v, out, log_sums[0], *where, state, state[0], **span
     )
     return dq, dk, dv[..., :width]
 
@@ -139,7 +163,16 @@ def cudnn_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: Attention
 
     cuDNN compiles one plan per shape, so lengths are rounded up to `padded_length`.
     """
-    return _CudnnAttention.apply(q_TND, k_TGD, v_TGV, call)
+    return FlashAttention.apply(q_TND, k_TGD, v_TGV, None, call, _cudnn_values, cudnn_gradients)
+
+
+def _cudnn_values(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
+    parts, starts = [], call.sequences.starts
+    for run in runs_of_equal_length(starts):
+        qkv = (cut_out(x, run) for x in (q_TND, k_TGD, v_TGV))
+        forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+        parts.append(forward(*qkv, None, True, 0.0, True, False, scale=call.scale)[:2])
+    return put_back([part[0] for part in parts], starts), *(part[1] for part in parts)
 
 
 def padded_length(length: int) -> int:
@@ -153,41 +186,10 @@ def length_step(length: int) -> int:
     return max(128, (1 << (length - 1).bit_length()) // 16)
 
 
-class _CudnnAttention(torch.autograd.Function):
-    """Calls aten's operators, so that a recomputed forward can take the first one's results."""
-
-    @staticmethod
-    def forward(ctx: Any, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
-        results, starts = None if call.kept is None else call.kept.take(), call.sequences.starts
-        if results is None:
-            parts = []
-            for run in runs_of_equal_length(starts):
-                qkv = (cut_out(x, run) for x in (q_TND, k_TGD, v_TGV))
-                forward = torch.ops.aten._scaled_dot_product_cudnn_attention
-                parts.append(forward(*qkv, None, True, 0.0, True, False, scale=call.scale)[:2])
-            results = put_back([part[0] for part in parts], starts), *(part[1] for part in parts)
-            if call.kept is not None:
-                call.kept.put(results)
-        ctx.save_for_backward(q_TND, k_TGD, v_TGV, *results)
-        ctx.call = call
-        return results[0].detach()  # as in _VarlenAttention
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
-        q_TND, k_TGD, v_TGV, out_TNV, *log_sums = ctx.saved_tensors
-        return *cudnn_gradients(dout_TNV, q_TND, k_TGD, v_TGV, out_TNV, log_sums, ctx.call), None
-
-
 def cudnn_gradients(
-    dout_TNV: Tensor,
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    out_TNV: Tensor,
-    log_sums: list[Tensor],
+    dout_TNV: Tensor, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, out_TNV: Tensor, log_sums: Sequence[Tensor],
     call: AttentionCall,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k and v by cuDNN.
 
     Args:
@@ -205,6 +207,12 @@ def cudnn_gradients(
             )
         )
     return [put_back(list(parts), starts) for parts in zip(*grads, strict=True)]
+
+
+def cudnn_gradients_of_rows(*given: Any) -> list[Tensor]:
+    """The same of log sums [N, T], as an engine's kernel gives them."""
+    *tensors, (log_sums_NT,), call = given
+    return cudnn_gradients(*tensors, cut_out_log_sums(log_sums_NT, call.sequences.starts), call)
 
 
 def cut_out_log_sums(log_sums_NT: Tensor, starts: tuple[int, ...]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Attention: what every kind of attention gives a layer. Kinds are in modules of their own; kinds.py chooses.
+"""Attention: what every kind of attention gives a layer.
 
 Owns parameter names, which are the checkpoint's; the kind's spec lists their shapes (conf/architecture). Every
 projection is a Linear, so adapters, merging and publishing need not know the kind.

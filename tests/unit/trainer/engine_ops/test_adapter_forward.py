@@ -23,7 +23,7 @@ from fakes.torch_operations import TorchOperations
 from slipstream.conf.schema import LoraConfig, TrainMode
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.engine_ops.engine_forward import SlotForward
-from slipstream.trainer.engine_ops.published_adapters import Factors, PublishedAdapters
+from slipstream.trainer.engine_ops.published import Factors, PublishedAdapters
 from slipstream.trainer.model.layer import DecoderLayer
 from slipstream.weight_sync.layout import Region
 

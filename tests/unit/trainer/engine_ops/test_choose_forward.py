@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import AttentionValues
-from slipstream.trainer.engine_ops.choose_forward import choose_forward
+from slipstream.trainer.engine_ops.engine_forward import choose_forward
 from slipstream.trainer.engine_ops.vllm_attention import refusal_of_engine_attention
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.model.attention.attend import AttentionBackend, attend

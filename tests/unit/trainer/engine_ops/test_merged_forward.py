@@ -16,8 +16,8 @@ from torch import Tensor
 
 from slipstream.conf.schema import LoraConfig
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
-from slipstream.trainer.engine_ops.merged_forward import MergedForward
-from slipstream.trainer.engine_ops.published_weights import base_linears, published_linears
+from slipstream.trainer.engine_ops.engine_forward import MergedForward
+from slipstream.trainer.engine_ops.published import base_linears, published_linears
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream.conf.schema import Activations
-from slipstream.trainer.engine_ops.merged_forward import MergedForward
+from slipstream.trainer.engine_ops.engine_forward import MergedForward
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.recompute import Recomputed, recomputation
 
