@@ -10,17 +10,16 @@ from torch import Tensor
 
 from cases.processes import run_processes
 from slipstream.conf.schema import CombineMode, LoraConfig
-from slipstream.trainer.moe import gathered
-from slipstream.trainer.moe.dispatch import plan_dispatch
+from slipstream.trainer.moe import dispatch
+from slipstream.trainer.moe.dispatch import plan_dispatch, plan_gathered
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.moe.gathered import plan_gathered
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, RANK = 64, 32, 8, 3, 8
 NUM_TOKENS = 37
 WAYS = [
     (is_full, *way) for is_full in (False, True) for way in (("rows", 0), ("tokens", 1 << 30), ("tokens, counted", 0))
 ]
-"""Whether all is trained; what travels; gathered.BOUND_BYTES."""
+"""Whether all is trained; what travels; dispatch.BOUND_BYTES."""
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -123,7 +122,7 @@ def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) ->
         most_tokens = max(one.stop - one.start for one in rows)
         for dtype in dtypes:
             for is_full, way, bound in WAYS:
-                gathered.BOUND_BYTES = bound
+                dispatch.BOUND_BYTES = bound
                 experts = make_experts(
                     first=sum(shares[:rank]), count=shares[rank], dtype=dtype, is_full=is_full, has_bias=is_full
                 )

@@ -85,9 +85,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainer/step/corrections.py": ("trainer/step/test_corrections.py",),
     "trainer/step/microbatches.py": ("trainer/step/test_microbatches.py",),
     "trainer/step/optim.py": ("trainer/step/test_optim.py",),
-    "trainer/moe/dispatch.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
-    "trainer/moe/gathered.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_gathered.py"),
-    "trainer/moe/routed.py": (
+    "trainer/moe/dispatch.py": (
+        "trainer/moe/test_moe_block.py",
+        "trainer/moe/test_moe_pieces.py",
+        "trainer/moe/test_gathered.py",
+    ),
+    "trainer/moe/experts.py": (
         "trainer/moe/test_moe_block.py",
         "trainer/moe/test_moe_pieces.py",
         "trainer/moe/test_lora_adapters.py",

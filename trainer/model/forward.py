@@ -114,8 +114,7 @@ class Forward:
 
     def route(self, block: MoeBlock, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Weights and ids of each token's experts; and of recorded ones, how many the router would not have chosen."""
-        routing = block.gate(x_TH, routes)
-        return routing.weights_TK, routing.experts_TK, routing.num_flipped
+        return block.gate(x_TH, routes)
 
     def shared_experts(self, block: MoeBlock, x_TH: Tensor) -> Tensor:
         """What every token passes beside its experts."""

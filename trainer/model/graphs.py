@@ -36,8 +36,8 @@ from slipstream.trainer.model.attention.attend import AttentionBackend
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.graph_sizes import GraphSize, graph_size, padded_starts
 from slipstream.trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.moe.dispatch import BOUND_BYTES, gathers
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.moe.gathered import BOUND_BYTES, gathers
 from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.types import Extent
 

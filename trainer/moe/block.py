@@ -1,7 +1,7 @@
 """The mixture-of-experts feed-forward: a router, routed experts, and what every token passes beside them.
 
 Owns the modules, and how rows reach their experts. Does not own the order (trainer.model.layer's list of operations)
-nor the arithmetic of the routed experts (routed.py).
+nor the arithmetic of the routed experts (experts.py).
 """
 
 from collections.abc import Callable
@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.conf.architecture.moe_spec import SHARED_GATE
-from slipstream.trainer.moe.dispatch import Dispatch, plan_dispatch
+from slipstream.trainer.moe.dispatch import gathers, plan_dispatch, plan_gathered
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.moe.gathered import Gathered, gathers, plan_gathered
 from slipstream.trainer.moe.router import Router
 from slipstream.trainer.recompute import recomputation
 
@@ -67,24 +66,15 @@ class MoeBlock(nn.Module):
         Args:
             most_tokens: The largest T of the ep_ranks; None: they did not tell each other, so that rows travel.
         """
-        plan, receive_x = self._plan(x_TH, weights_TK, experts_TK, most_tokens)
+        group, top_k, receive_x = self.ep_group, experts_TK.shape[1], None
+        if group is not None and most_tokens is not None and gathers(group.size(), top_k, self.experts.combine_mode):
+            plan, receive_x = plan_gathered(x_TH, experts_TK, weights_TK, group, self.shares, most_tokens)
+        else:
+            plan = plan_dispatch(experts_TK, sum(self.shares), group, self.shares)
         again = recomputation(x_TH)
         return self.experts(
             x_TH, weights_TK, plan, again, keep_gate_up, adapted=adapted, merged=merged, receive_x=receive_x
         )
-
-    def _plan(
-        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, most_tokens: int | None
-    ) -> tuple[Dispatch | Gathered, Callable[[], tuple[Tensor, Tensor]] | None]:
-        """The tokens' way to the experts; and if they are under way, what its `sending` returns."""
-        group = self.ep_group
-        if (
-            group is None
-            or most_tokens is None
-            or not gathers(group.size(), experts_TK.shape[1], self.experts.combine_mode)
-        ):
-            return plan_dispatch(experts_TK, sum(self.shares), group, self.shares), None
-        return plan_gathered(x_TH, experts_TK, weights_TK, group, self.shares, most_tokens)
 
     def combined(self, routed_TH: Tensor, shared_TH: Tensor | None = None) -> Tensor:
         """What the block adds to the residual stream, every step rounded."""

@@ -1,4 +1,4 @@
-"""One matrix product per expert over rows sorted by expert. No autograd (routed.py has it).
+"""One matrix product per expert over rows sorted by expert. No autograd (experts.py has it).
 
 Owns the choice of kernel. The kernels and their limits:
 

@@ -15,8 +15,7 @@ The softmax router's arithmetic is trainer.kernels.experts.route's. A recorded c
 router's own, and gets the weights that the router would have given to it.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +31,7 @@ NORM_EPS = 1e-20
 """Added to the sum of a sigmoid router's top-k scores before the scores are divided by it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(NamedTuple):
     """The experts chosen for T tokens, K each, best first."""
 
     weights_TK: Tensor

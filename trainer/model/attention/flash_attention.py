@@ -209,10 +209,11 @@ def cudnn_gradients(
     return [put_back(list(parts), starts) for parts in zip(*grads, strict=True)]
 
 
-def cudnn_gradients_of_rows(*given: Any) -> list[Tensor]:
+def cudnn_gradients_of_rows(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Sequence[Tensor], call: AttentionCall
+) -> list[Tensor]:
     """The same of log sums [N, T], as an engine's kernel gives them."""
-    *tensors, (log_sums_NT,), call = given
-    return cudnn_gradients(*tensors, cut_out_log_sums(log_sums_NT, call.sequences.starts), call)
+    return cudnn_gradients(dout, q, k, v, out, cut_out_log_sums(log_sums[0], call.sequences.starts), call)
 
 
 def cut_out_log_sums(log_sums_NT: Tensor, starts: tuple[int, ...]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from slipstream.conf.schema import Activations
 from slipstream.trainer.model import host_activations
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.host_activations import HostLayer, HostPool, HostStack, MovedTensor
-from slipstream.trainer.moe import routed
+from slipstream.trainer.moe import experts as arithmetic
 
 FAMILIES = {"moe": MOE, "dense_and_moe": MIXED, "latent_attention": DEEPSEEK, "sinks": GPT_OSS}
 
@@ -96,13 +96,13 @@ def test_layers_that_keep_gate_and_up_compute_them_once(
 ) -> None:
     decoder = decoder_of(MOE, on_host=on_host, gate_up_kept=share)
     calls: list[tuple[int, ...]] = []
-    product = routed.grouped_product
+    product = arithmetic.grouped_product
 
     def counted(rows: Tensor, weights: Tensor, *rest: Any, **named: Any) -> Tensor:
         calls.append(tuple(weights.shape))
         return product(rows, weights, *rest, **named)
 
-    monkeypatch.setattr(routed, "grouped_product", counted)
+    monkeypatch.setattr(arithmetic, "grouped_product", counted)
     loss = probe_loss(logits_of(decoder, packed()), packed()[0])
     in_forward, calls[:] = len(calls), []
     loss.backward()

@@ -1,4 +1,4 @@
-"""Promises of trainer/moe/gathered.py without a group: ranks divide the choices of all tokens among them."""
+"""Promises of trainer/moe/dispatch.py without a group: ranks divide the choices of all tokens among them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import CombineMode
 from slipstream.trainer.kernels.experts.combine import weighted_sum
-from slipstream.trainer.moe.gathered import _padded, gathers, own_rows, plan_gathered
+from slipstream.trainer.moe.dispatch import _padded, gathers, own_rows, plan_gathered
 
 
 @st.composite

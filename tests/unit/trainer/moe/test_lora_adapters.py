@@ -20,7 +20,7 @@ from cases.tiny_models import (
 
 from slipstream.conf.schema import LoraConfig, TrainMode
 from slipstream.trainer.lora import Linear
-from slipstream.trainer.moe import routed
+from slipstream.trainer.moe import experts as arithmetic
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.experts import Experts
 
@@ -94,14 +94,14 @@ def test_bfloat16_stays_near_float32():
 def test_expert_adapters_that_are_read_often_are_copied_into_the_format_of_the_tokens(monkeypatch, copied_rows, dtype):
     """And not into that of the router's weights, which may be wider."""
     read: list[torch.dtype] = []
-    project = routed.gather_project
+    project = arithmetic.gather_project
 
     def noting(rows, source, adapter, *rest, **more):
         read.append(adapter.dtype)
         return project(rows, source, adapter, *rest, **more)
 
-    monkeypatch.setattr(routed, "gather_project", noting)
-    monkeypatch.setattr(routed, "COPIED_ROWS", copied_rows)
+    monkeypatch.setattr(arithmetic, "gather_project", noting)
+    monkeypatch.setattr(arithmetic, "COPIED_ROWS", copied_rows)
     x, weights, ids, grad_out = make_batch(torch.bfloat16)
     out = make_experts(dtype=torch.bfloat16)(x, weights.detach().float(), plan_dispatch(ids, NUM_EXPERTS, None))
     out.backward(grad_out)

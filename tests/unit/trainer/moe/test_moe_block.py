@@ -1,5 +1,5 @@
-"""Promise of trainer/moe/routed.py: output and every gradient are those of transformers' experts under PEFT's adapters,
-whatever is recomputed, packed, or spread over ranks.
+"""Promise of trainer/moe/experts.py: output and every gradient are those of transformers' experts under PEFT's
+adapters, whatever is recomputed, packed, or spread over ranks.
 """
 
 import time
@@ -20,7 +20,7 @@ from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from slipstream.conf.schema import Activations
 from slipstream.trainer.adapter_io import pack_expert_a, pack_expert_b
 from slipstream.trainer.kernels.experts.groups import RowGroups
-from slipstream.trainer.moe import dispatch, routed
+from slipstream.trainer.moe import dispatch, experts as arithmetic
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.experts import Experts
 
@@ -122,15 +122,15 @@ def test_gradients_pass_gradcheck(activation, is_full, has_bias):
 
 def test_weights_that_multiply_rows_in_the_product_are_those_of_the_rows(monkeypatch):
     """What Triton's product is given, which has rows in the order of experts, and not in that of tokens."""
-    plain, product, weighed_by = run(make_experts()), routed.grouped_product, []
+    plain, product, weighed_by = run(make_experts()), arithmetic.grouped_product, []
 
     def weighed(*arguments, weights_S=None, **more):
         weighed_by.append(weights_S)
         rows = product(*arguments, **more)
         return rows if weights_S is None else rows * weights_S[:, None]
 
-    monkeypatch.setattr(routed, "grouped_product", weighed)
-    monkeypatch.setattr(routed.ExpertCall, "weighs_in_product", True)
+    monkeypatch.setattr(arithmetic, "grouped_product", weighed)
+    monkeypatch.setattr(Experts, "weighs_in_product", True)
     found = errors(run(make_experts()), plain)
     assert max(found.values()) < 1e-6, found
     assert sum(weights is not None for weights in weighed_by) == 1
@@ -169,7 +169,7 @@ def test_clamped_experts_with_biases_are_gpt_oss():
 
 
 def test_frozen_weights_get_no_gradient_product(monkeypatch):
-    monkeypatch.setattr(routed, "grouped_gradient", None)
+    monkeypatch.setattr(arithmetic, "grouped_gradient", None)
     run(make_experts())
 
 
@@ -210,8 +210,8 @@ def test_what_is_saved():
 @pytest.mark.parametrize("is_full", [False, True], ids=["adapters", "full"])
 def test_kept_gate_and_up_save_a_product_and_change_no_bit(monkeypatch, is_full):
     products: list[int] = []
-    product = routed.grouped_product
-    monkeypatch.setattr(routed, "grouped_product", lambda *a, **more: products.append(1) or product(*a, **more))
+    product = arithmetic.grouped_product
+    monkeypatch.setattr(arithmetic, "grouped_product", lambda *a, **more: products.append(1) or product(*a, **more))
     results = []
     for is_recomputed in (True, False):
         experts = make_experts(dtype=torch.bfloat16, is_full=is_full)
@@ -237,7 +237,7 @@ def test_recomputation_changes_no_bit():
 def test_adapters_that_are_copied_for_the_kernels_get_the_same_gradients_in_their_own_format(monkeypatch):
     results = []
     for copied_rows in (0, 1 << 30):
-        monkeypatch.setattr(routed, "COPIED_ROWS", copied_rows)
+        monkeypatch.setattr(arithmetic, "COPIED_ROWS", copied_rows)
         results.append(run(make_experts(dtype=torch.bfloat16)))
     copied, read = results
     assert all(torch.equal(copied[name], read[name]) for name in read)
@@ -248,7 +248,7 @@ def test_adapters_that_are_copied_for_the_kernels_get_the_same_gradients_in_thei
 
 def test_gate_and_up_that_are_saved_outlive_a_backward(monkeypatch):
     """The kernel writes gradients where they lie, if it may."""
-    backward = routed.activate_backward
+    backward = arithmetic.activate_backward
 
     def overwriting(gu, *rest, may_overwrite_gu, **more):
         found = backward(gu, *rest, may_overwrite_gu=may_overwrite_gu, **more)
@@ -256,7 +256,7 @@ def test_gate_and_up_that_are_saved_outlive_a_backward(monkeypatch):
             gu.fill_(torch.nan)
         return found
 
-    monkeypatch.setattr(routed, "activate_backward", overwriting)
+    monkeypatch.setattr(arithmetic, "activate_backward", overwriting)
     x, weights, ids, grad_out = make_batch()
     out = make_experts()(x, weights, plan_dispatch(ids, NUM_EXPERTS, None))
     first, second = (torch.autograd.grad(out, (x, weights), grad_out, retain_graph=True) for _ in range(2))
@@ -274,8 +274,8 @@ def test_kernels_read_weights_and_gradients_that_lie_in_order_however_they_come(
 
         return run
 
-    for module, name in ((routed, "gather_rows"), (routed, "gather_project"), (dispatch, "weighted_sum")):
-        monkeypatch.setattr(module, name, checked(getattr(module, name)))
+    for place, name in ((arithmetic, "gather_rows"), (arithmetic, "gather_project"), (dispatch, "weighted_sum")):
+        monkeypatch.setattr(place, name, checked(getattr(place, name)))
     x, weights, ids, grad_out = make_batch()
     across = [one.detach().t().contiguous().t() for one in (weights, grad_out)]
     experts = make_experts()
@@ -285,12 +285,12 @@ def test_kernels_read_weights_and_gradients_that_lie_in_order_however_they_come(
 
 
 def test_adapters_are_copied_from_a_mean_of_rows_per_expert_on(monkeypatch):
-    monkeypatch.setattr(routed, "COPIED_ROWS", 5)
+    monkeypatch.setattr(arithmetic, "COPIED_ROWS", 5)
     factor = torch.zeros(4, 2, 3)
     for num_rows, dtype in ((20, torch.float32), (21, torch.bfloat16)):
         groups = RowGroups(torch.tensor([num_rows, 0, 0, 0]), num_rows)
-        assert routed._narrowed(factor, torch.bfloat16, groups).dtype is dtype
-    assert routed._narrowed(None, torch.bfloat16, groups) is None
+        assert arithmetic._narrowed(factor, torch.bfloat16, groups).dtype is dtype
+    assert arithmetic._narrowed(None, torch.bfloat16, groups) is None
 
 
 def test_a_checkpointed_layer_computes_its_routed_experts_forward_once():
@@ -324,7 +324,8 @@ def test_sent_rows_end_when_they_were_sent(tmp_path, monkeypatch):
         gathered: list[weakref.ref[Tensor]] = []
         sent: list[weakref.ref[Tensor]] = []
         is_product_held: list[bool] = []
-        exchange, gather_rows, activate_backward = dispatch._all_to_all, dispatch.gather_rows, routed.activate_backward
+        exchange, gather_rows = dispatch._all_to_all, dispatch.gather_rows
+        activate_backward = arithmetic.activate_backward
 
         def gather(values, source):
             gathered.append(weakref.ref(values))
@@ -345,7 +346,7 @@ def test_sent_rows_end_when_they_were_sent(tmp_path, monkeypatch):
 
         monkeypatch.setattr(dispatch, "gather_rows", gather)
         monkeypatch.setattr(dispatch, "_all_to_all", watch)
-        monkeypatch.setattr(routed, "activate_backward", look)
+        monkeypatch.setattr(arithmetic, "activate_backward", look)
         run(make_experts(), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
