@@ -26,7 +26,7 @@ import torch
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import Objective, RemoteMerge, TrainMode
+from slipstream.conf.schema import RemoteMerge, TrainMode
 from slipstream.trainer.adapter_io import load_adapter
 from slipstream.trainer.delivery.delivery import Delivery
 from slipstream.trainer.engine_ops.engine_forward import choose_forward
@@ -34,19 +34,16 @@ from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.graphs import DecoderGraphs, refusal_of_graphs
-from slipstream.trainer.model.reference import ReferencePolicy
-from slipstream.trainer.model.shard_decoder import sharded_dense
+from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable, sharded_dense
 from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import ParallelLayout, take_device
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.rank_states import RankStates
 from slipstream.trainer.step.learner import Learner
-from slipstream.trainer.step.loss import LossAccumulator, policy_loss, sft_loss
-from slipstream.trainer.step.microbatches import collate, extent_of
-from slipstream.trainer.step.policy_forward import Loss, PolicyForward
-from slipstream.trainer.step.preference_loss import dpo_loss
-from slipstream.trainer.step.warm_up import made_up_samples
+from slipstream.trainer.step.loss import LOSSES, LossAccumulator
+from slipstream.trainer.step.microbatches import collate, extent_of, made_up_samples
+from slipstream.trainer.step.policy_forward import PolicyForward, ReferencePolicy
 from slipstream.trainer.types import Denominators, Extent, LossStats, OptimStats, Sample, Scores
 from slipstream.trainer.weights.factors import planned_merges
 from slipstream.trainer.weights.loading import load_weights, open_reader
@@ -55,8 +52,6 @@ from slipstream.trainer.weights.quantization import BlockFp8
 logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
-
-LOSSES: dict[Objective, Loss] = {Objective.policy: policy_loss, Objective.sft: sft_loss, Objective.dpo: dpo_loss}
 
 
 class TrainerRank:
@@ -119,12 +114,13 @@ class TrainerRank:
         times.append(time.perf_counter())
         init_from = trainer.lora.init_from if trainer.mode is TrainMode.lora else None
         num_unadapted = 0 if init_from is None else load_adapter(decoder, init_from)
-        learner = Learner(decoder, trainer.optim, options.num_steps, options.algorithm.updates_per_step)
+        trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
+        learner = Learner(trainable, trainer.optim, options.num_steps, options.algorithm.updates_per_step, layout)
         refusal = refusal_of_graphs(decoder, self._device)
         self._learner = learner
         self._policy = self._policy_of(decoder, learner, has_graphs=refusal is None)
         self._delivery = self._delivery_of(decoder)
-        num_trainable = self._control.sum(sum(shard.values.numel() for shard in learner.shards))
+        num_trainable = self._control.sum(sum(values.numel() for values in learner.shards.values()))
         self._states = RankStates(options, decoder, learner, self._control)
         times.append(time.perf_counter())
         parts = "kernels", "decoder", "weights", "what trains and publishes them"
@@ -154,7 +150,7 @@ class TrainerRank:
         starts_from_base = trainer.mode is TrainMode.lora and trainer.lora.init_from is None
         reference = graphs = None
         if options.algorithm.needs_reference:
-            copied = None if starts_from_base else [shard.values for shard in learner.shards]
+            copied = None if starts_from_base else list(learner.shards.values())
             reference = ReferencePolicy(decoder, copied)
         if has_graphs and trainer.cuda_graph_tokens:
             graphs = DecoderGraphs(decoder, trainer.cuda_graph_tokens, lambda failed: self._control.sum(failed) > 0)

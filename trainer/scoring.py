@@ -23,7 +23,6 @@ from slipstream.trainer.engine_ops.engine_forward import choose_forward
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.comparison import decoder_steps
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.model.logprobs import token_logprobs
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.weights.loading import load_weights, open_reader
@@ -113,18 +112,7 @@ class Scorer:
 
     def _head(self, hidden_TH: Tensor, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         (predicted_N,) = positions_T.nonzero(as_tuple=True)  # every token but the first of its sequence
-        return self.decoder.apply_head(
-            lambda rows_NH, weight_VH: token_logprobs(
-                rows_NH,
-                weight_VH,
-                tokens_T[predicted_N],
-                temperature=1.0,
-                chunk_tokens=self._trainer.logprob_chunk_tokens(self.decoder.spec.vocab_size),
-                head=self.decoder.by.head,
-                softcap=self.decoder.spec.logit_softcap,
-            ),
-            hidden_TH[predicted_N - 1],
-        )
+        return self.decoder.logprobs(hidden_TH[predicted_N - 1], tokens_T[predicted_N], self._trainer)
 
     def _microbatches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
         """Sequences in order, as many at a time as trainer.max_microbatch_tokens allows."""

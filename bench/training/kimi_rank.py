@@ -221,7 +221,7 @@ def memory(made: TrainerRank) -> dict[str, float]:
 
     banks = [m.packed for m in decoder.modules() if isinstance(m, Experts) and m.packed is not None]
     frozen = [local_part(p)[0] for p in decoder.parameters() if not p.requires_grad]
-    adapters = [shard.values for shard in made.learner.shards]
+    adapters = list(made.learner.shards.values())
     state = [t for name, t in made.learner.state_tensors().items() if any(m in name for m in MOMENTS)]
     found = {
         "packed_experts": sum(bank.num_bytes for bank in banks) / 1e9,

@@ -22,7 +22,7 @@ from slipstream.orchestrator.cluster.rebirth import Keepers, LivingRanks, Ranks,
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.trainer.checkpoint.keeper import Address
 from slipstream.trainer.options import TrainerOptions
-from slipstream.trainer.step.warm_up import full_microbatch
+from slipstream.trainer.step.microbatches import full_microbatch
 
 logger = logging.getLogger(__name__)
 

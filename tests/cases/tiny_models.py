@@ -22,7 +22,7 @@ from slipstream.conf.schema import (
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward
-from slipstream.trainer.model.logprobs import soft_capped, token_logprobs
+from slipstream.trainer.model.logprobs import soft_capped
 from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.parallel import ParallelLayout, local_part
 from slipstream.trainer.weights.fused_experts import interleave
@@ -151,13 +151,7 @@ def logprob_gradients(
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Log-probabilities of the batch's own tokens by the decoder's head, and gradients of a weighted sum of them."""
     decoder.zero_grad()
-    hidden, head = decoder(*batch), decoder.by.head
-    logprobs, _ = decoder.apply_head(
-        lambda rows, weight: token_logprobs(
-            rows, weight, batch[0], temperature=1.0, chunk_tokens=5, head=head, softcap=decoder.spec.logit_softcap
-        ),
-        hidden,
-    )
+    logprobs, _ = decoder.logprobs(decoder(*batch), batch[0], TrainerConfig())
     (logprobs * (1 + batch[0] % 5)).sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
 

@@ -28,7 +28,7 @@ from slipstream.conf.schema import (
 from slipstream.trainer.model import graphs
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
-from slipstream.trainer.step.warm_up import made_up_samples
+from slipstream.trainer.step.microbatches import made_up_samples
 from slipstream.trainer.types import Denominators, Sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -84,7 +84,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainer/step/surrogates.py": ("trainer/step/test_surrogates.py", "trainer/step/test_loss.py"),
     "trainer/step/corrections.py": ("trainer/step/test_corrections.py",),
     "trainer/step/microbatches.py": ("trainer/step/test_microbatches.py",),
-    "trainer/step/optim.py": ("trainer/step/test_optim.py",),
+    "trainer/step/learner.py": ("trainer/step/test_learner.py",),
     "trainer/moe/dispatch.py": (
         "trainer/moe/test_moe_block.py",
         "trainer/moe/test_moe_pieces.py",

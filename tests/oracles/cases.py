@@ -4,6 +4,7 @@ Owns: the cases, and our side. `peers.py` is the other side, which needs TRL and
 recorded.json, so that unit tests need neither.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.conf.schema import AlgorithmConfig, Correction, KlEstimator, Normalization, Objective, RatioBaseline
-from slipstream.trainer.step.loss import CountedTokens, policy_loss
-from slipstream.trainer.step.preference_loss import dpo_loss
+from slipstream.trainer.step.loss import dpo_loss, policy_loss
+from slipstream.trainer.step.surrogates import LossTokens
 from slipstream.trainer.types import Denominators
 
 LENGTHS = (5, 2, 7, 1)
@@ -77,18 +78,31 @@ def inputs() -> dict[str, Tensor]:
     }
 
 
-def _tokens(given: dict[str, Tensor], rollout: str = "rollout") -> CountedTokens:
-    lengths = torch.tensor(LENGTHS)
-    return CountedTokens(
-        rollout_logprobs_N=given[rollout],
-        advantages_N=given["advantages"],
-        sequence_lengths_N=torch.repeat_interleave(lengths, lengths),
-        sequence_index_N=torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths),
-        positions_N=torch.cat([torch.arange(length) for length in LENGTHS]),
-        staleness_N=torch.zeros(int(lengths.sum()), dtype=torch.int64),
-        ref_logprobs_N=given["ref"],
-        old_logprobs_N=given["old"],
-    )
+def loss_tokens(lengths: Sequence[int], logprobs: Tensor, **more: Tensor | None) -> LossTokens:
+    """Counted tokens of sequences of these lengths, one after the other; `more` are fields. Without them nothing is
+    known of the engine and the policy before but that they are this one, and advantages and entropies are 0."""
+    sizes, old = torch.tensor(lengths, dtype=torch.int64), more.get("old_logprobs_N")
+    old = logprobs.detach() if old is None else old
+    fields: dict[str, Any] = {
+        "old_logprobs_N": old,
+        "rollout_logprobs_N": old,
+        "advantages_N": torch.zeros_like(old),
+        "weights_N": torch.ones_like(old),
+        "entropy_N": torch.zeros_like(old),
+        "ref_logprobs_N": None,
+        "sequence_index_N": torch.repeat_interleave(torch.arange(len(lengths)), sizes),
+        "sequence_lengths_N": torch.repeat_interleave(sizes, sizes),
+        "positions_N": torch.cat([torch.arange(0), *(torch.arange(size) for size in lengths)]),
+        "staleness_N": torch.zeros(int(sizes.sum()), dtype=torch.int64),
+    }
+    return LossTokens(logprobs_N=logprobs, **fields | more)
+
+
+def _tokens(given: dict[str, Tensor], rollout: str = "rollout") -> LossTokens:
+    return loss_tokens(
+        LENGTHS, given["logprobs"].requires_grad_(), old_logprobs_N=given["old"], rollout_logprobs_N=given[rollout],
+        advantages_N=given["advantages"], ref_logprobs_N=given["ref"], entropy_N=given["entropy"].requires_grad_(),
+    )  # fmt: skip
 
 
 def padded(values: Tensor) -> Tensor:
@@ -103,13 +117,12 @@ def ours(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     options = {"ratio_baseline": RatioBaseline.rollout, "correction": Correction.none} | case.options
     is_from_rollout = options["ratio_baseline"] is RatioBaseline.rollout
     lengths = torch.tensor(LENGTHS)
-    logprobs, entropy = given["logprobs"].requires_grad_(), given["entropy"].requires_grad_()
     tokens = _tokens(given, rollout="old" if is_from_rollout else "rollout")
     algorithm = AlgorithmConfig(**options)
     counts = Denominators(int(lengths.sum()), len(LENGTHS), 0, num_possible_tokens=LONGEST * len(LENGTHS))
-    loss = policy_loss(logprobs, entropy, tokens, algorithm, counts).loss
-    by_logprobs, by_entropy = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
-    return loss.detach(), by_logprobs, torch.zeros_like(entropy) if by_entropy is None else by_entropy
+    loss = policy_loss(tokens, algorithm, counts).loss
+    by_logprobs, by_entropy = torch.autograd.grad(loss, (tokens.logprobs_N, tokens.entropy_N), allow_unused=True)
+    return loss.detach(), by_logprobs, torch.zeros_like(by_logprobs) if by_entropy is None else by_entropy
 
 
 DPO_CASES = {"trl dpo, beta 0.1": 0.1, "trl dpo, beta 0.7": 0.7}
@@ -118,10 +131,7 @@ DPO_CASES = {"trl dpo, beta 0.1": 0.1, "trl dpo, beta 0.7": 0.7}
 
 def our_dpo(beta: float) -> tuple[Tensor, Tensor]:
     """Our loss of the pairs, and its gradient with respect to log-probabilities."""
-    given, lengths = inputs(), torch.tensor(LENGTHS)
-    logprobs = given["logprobs"].requires_grad_()
-    algorithm = AlgorithmConfig(objective=Objective.dpo, dpo_beta=beta)
-    counts = Denominators(int(lengths.sum()), len(LENGTHS), 0)
-    loss = dpo_loss(logprobs, given["entropy"], _tokens(given), algorithm, counts).loss
-    (gradient,) = torch.autograd.grad(loss, logprobs)
+    tokens, algorithm = _tokens(inputs()), AlgorithmConfig(objective=Objective.dpo, dpo_beta=beta)
+    loss = dpo_loss(tokens, algorithm, Denominators(sum(LENGTHS), len(LENGTHS), 0)).loss
+    (gradient,) = torch.autograd.grad(loss, tokens.logprobs_N)
     return loss.detach(), gradient

@@ -5,8 +5,8 @@
                                                                                the caller <- apply_head
 
 Owns what is around the layers (layer.py), and the parameter names, which are the checkpoint's (experts are stacked, see
-trainer.moe.experts). Does not own log-probabilities: the head hands its weight to a function of the caller
-(`apply_head`), so that the logits of a whole microbatch never exist.
+trainer.moe.experts). Does not own the mathematics of log-probabilities (logprobs.py): the head hands its weight to a
+function (`apply_head`), so that the logits of a whole microbatch never exist.
 
 Shapes: T packed tokens, H hidden, V vocabulary.
 """
@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.conf.schema import TrainerConfig
 from slipstream.trainer.kernels.experts.gather import gather_rows
 from slipstream.trainer.model.attention.part import Attention
 from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.host_activations import HostPass, HostPool
 from slipstream.trainer.model.layer import DecoderLayer, Pass
+from slipstream.trainer.model.logprobs import token_logprobs
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.model.rope import RotaryEmbedding
 from slipstream.trainer.model.whole_weights import WholeWeights
@@ -157,6 +159,20 @@ class Decoder(nn.Module):
         """
         table = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return table(use, hidden_TH)
+
+    def logprobs(
+        self, hidden_NH: Tensor, targets_N: Tensor, trainer: TrainerConfig, *, temperature: float = 1.0,
+        differentiate_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Log-probabilities and entropies of these targets, as token_logprobs gives them, by this decoder's head."""
+        return self.apply_head(
+            lambda rows_NH, weight_VH: token_logprobs(
+                rows_NH, weight_VH, targets_N, temperature=temperature,
+                chunk_tokens=trainer.logprob_chunk_tokens(self.spec.vocab_size), head=self.by.head,
+                softcap=self.spec.logit_softcap, differentiate_entropy=differentiate_entropy,
+            ),
+            hidden_NH,
+        )  # fmt: skip
 
     @property
     def backends(self) -> dict[str, str]:

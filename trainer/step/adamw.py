@@ -1,6 +1,6 @@
 """The AdamW update of local tensors, with moments in the format and place that trainer.optim.state asks for.
 
-    float32    torch.optim.AdamW, fused                    16 bytes per float32 parameter with its gradient
+    float32    torch.optim's AdamW, fused                  16 bytes per float32 parameter with its gradient
     bfloat16   torchao's update, moments in bfloat16       12
     int8       torchao's formats, 256 values per scale      10    (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861)
     host       float32 moments in (pinned) host memory      8 on the device; each moment crosses the bus twice a step
@@ -11,8 +11,8 @@ a thousandth of the difference (betas[1]=0.999), and rounded to nearest it would
 square in 8 bits is never 0: one below the map's smallest value would be forgotten at every step, and the next one
 divided by a single gradient, or by eps.
 
-Owns the moments. Does not own the schedule, clipping, or the decision whether a step happens (optim.py).
-Invariant: training continues bitwise from state that was read with `tensors` and set with `load`.
+Owns the moments. Does not own the schedule, clipping, or the decision whether a step happens (learner.py).
+Invariant: training continues bitwise from state that was read and set by `tensors`.
 """
 
 import contextlib
@@ -29,42 +29,6 @@ from slipstream.trainer.kernels.adamw_update import Codes, adamw_triton
 from slipstream.weight_sync.merging.rounding import dithered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class Float32Moments:
-    """torch.optim.AdamW."""
-
-    def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
-        self._parameters = list(parameters)
-        self._adamw = torch.optim.AdamW(
-            self._parameters,
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-
-    def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        _run(self._adamw, self._parameters, gradients)
-
-    def tensors(self) -> list[dict[str, Tensor]]:
-        """Zeros before the first update."""
-        state = self._adamw.state
-        return [
-            {key: state[p][key] if key in state[p] else torch.zeros_like(p) for key in MOMENTS}
-            for p in self._parameters
-        ]
-
-    def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
-        for parameter, moments in zip(self._parameters, tensors, strict=True):
-            # Set every entry: AdamW replaces an incomplete state at its first step, and would drop loaded moments.
-            self._adamw.state[parameter] = {
-                "step": torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device),
-                **{key: moments[key].to(parameter.device, torch.float32).clone() for key in MOMENTS},
-            }
 
 
 class ReducedMoments:
@@ -114,7 +78,10 @@ class ReducedMoments:
         before = [square.float() for square in squares] if is_bfloat16 else []
         # For a CPU, compiling takes many seconds and gains nothing at the sizes that run there.
         with torch.compiler.set_stance("force_eager"):
-            _run(self._adamw, self._parameters, gradients)
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self._adamw.step()
+            self._adamw.zero_grad(set_to_none=True)
         for square, old, gradient in zip(squares, before, gradients, strict=is_bfloat16):
             wide = old.lerp_(gradient.float().square(), 1 - self._config.betas[1])
             bits = torch.randint(-(1 << 31), (1 << 31) - 1, wide.shape, dtype=torch.int32)
@@ -150,81 +117,73 @@ class ReducedMoments:
             found.append(parts)
         return found
 
-    def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
-        for mine, given in zip(self.tensors(), tensors, strict=True):
-            for key, tensor in mine.items():
-                tensor.copy_(given[key])
+    def restarts_at(self, num_updates: int) -> None:
         self._num_updates = num_updates
         for parameter in self._parameters:
             self._adamw.state[parameter]["step"].fill_(num_updates)
 
 
-class HostMoments:
-    """Moments in host memory, pinned for a GPU; every update brings them to the device and back.
+class FullMoments:
+    """Float32 moments, updated by torch's fused AdamW.
 
-    Two streams alternate: while one updates a parameter, the other copies the next one's moments. Work on one stream
-    runs in order, so its memory can be reused at once, and the device holds two parameters' moments at most.
+    Those in host memory, pinned for a GPU, go to the device and back at every update. Two streams alternate: while one
+    updates a parameter, the other copies the next one's moments. Work on one stream runs in order, so its memory can be
+    reused at once, and the device holds two parameters' moments at most.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
-        self._parameters = list(parameters)
-        self._config = config
-        self._num_updates = 0
+    def __init__(self, parameters: Sequence[Tensor], config: OptimConfig, *, on_host: bool) -> None:
+        self._parameters, self._config = list(parameters), config
         device = self._parameters[0].device
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._on_host = on_host
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_host and device.type == "cuda" else []
+        where: dict[str, Any] = {"device": "cpu", "pin_memory": bool(self._streams)} if on_host else {"device": device}
         self._moments = [
-            {key: torch.zeros(p.shape, dtype=torch.float32, pin_memory=bool(self._streams)) for key in MOMENTS}
-            for p in self._parameters
+            {key: torch.zeros(p.shape, dtype=torch.float32, **where) for key in MOMENTS} for p in self._parameters
         ]
+        self._steps = [torch.zeros((), dtype=torch.float32, device=device) for _ in self._parameters]
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        self._num_updates += 1
+        if not self._on_host:
+            self._update(self._parameters, gradients, self._moments, self._steps, lr)
+            return
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream())
-        for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+        each = zip(self._parameters, gradients, self._moments, self._steps, strict=True)
+        for index, (parameter, gradient, held, step) in enumerate(each):
             turn = self._streams[index % 2] if self._streams else None
             with torch.cuda.stream(turn) if turn is not None else contextlib.nullcontext():
-                self._update(parameter, gradient, self._moments[index], lr)
+                moments = {key: held[key].to(parameter.device, non_blocking=True) for key in MOMENTS}
+                self._update([parameter], [gradient], [moments], [step], lr)
+                for key in MOMENTS:
+                    if held[key] is not moments[key]:
+                        held[key].copy_(moments[key], non_blocking=True)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
             stream.synchronize()  # the host may read the moments next
 
-    def _update(self, parameter: Tensor, gradient: Tensor, held: Mapping[str, Tensor], lr: float) -> None:
-        moments = {key: held[key].to(parameter.device, non_blocking=True) for key in MOMENTS}
-        step = torch.tensor(float(self._num_updates - 1), device=parameter.device)
+    def _update(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Mapping[str, Tensor]],
+        steps: Sequence[Tensor], lr: float,
+    ) -> None:  # fmt: skip
+        config, (averages, squares) = self._config, ([one[key] for one in moments] for key in MOMENTS)
         adamw(
-            [parameter],
-            [gradient],
-            [moments["exp_avg"]],
-            [moments["exp_avg_sq"]],
-            [],
-            [step],
-            fused=True,
-            amsgrad=False,
-            beta1=self._config.betas[0],
-            beta2=self._config.betas[1],
-            lr=lr,
-            weight_decay=self._config.weight_decay,
-            eps=self._config.eps,
+            list(parameters), list(gradients), averages, squares, [], list(steps), fused=True, amsgrad=False,
+            beta1=config.betas[0], beta2=config.betas[1], lr=lr, weight_decay=config.weight_decay, eps=config.eps,
             maximize=False,
-        )
-        for key in MOMENTS:
-            if held[key] is not moments[key]:
-                held[key].copy_(moments[key], non_blocking=True)
+        )  # fmt: skip
 
     def tensors(self) -> list[dict[str, Tensor]]:
         return [dict(moments) for moments in self._moments]
 
-    def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
-        for mine, given in zip(self._moments, tensors, strict=True):
-            for key in MOMENTS:
-                mine[key].copy_(given[key])
-        self._num_updates = num_updates
+    def restarts_at(self, num_updates: int) -> None:
+        for step in self._steps:
+            step.fill_(num_updates)
 
 
-UpdateRule = Float32Moments | ReducedMoments | HostMoments
+UpdateRule = FullMoments | ReducedMoments
 """AdamW over a fixed list of tensors, none of them empty. `step` is one update in place, by gradients of their shapes
-and dtypes; `tensors` gives each one's moments as plain tensors by name, and `load` sets them."""
+and dtypes; `tensors` gives each one's moments as plain tensors by name, which may be written, and `restarts_at` tells
+how many updates they are of."""
 
 
 def make_update_rule(parameters: Sequence[Tensor], config: OptimConfig) -> UpdateRule:
@@ -234,17 +193,10 @@ def make_update_rule(parameters: Sequence[Tensor], config: OptimConfig) -> Updat
         TrainerError: torchao is missing.
     """
     if config.state is OptimState.host:
-        return HostMoments(parameters, config)
+        return FullMoments(parameters, config, on_host=True)
     if config.state is OptimState.float32 and all(parameter.dtype is torch.float32 for parameter in parameters):
-        return Float32Moments(parameters, config)
+        return FullMoments(parameters, config, on_host=False)
     return ReducedMoments(parameters, config)
-
-
-def _run(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _coded(moment: Any) -> Tensor | Codes:

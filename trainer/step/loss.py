@@ -1,9 +1,10 @@
-"""The policy loss on one microbatch, and the sums from which every loss metric of a step is made.
+"""The losses of one microbatch, and the sums from which every loss metric of a step is made.
 
-Owns the sum below. Does not own the loss of a token (surrogates.py), the estimate of KL (kl.py), advantages
-(orchestrator/loop/advantages.py), log-probabilities (trainer/model/logprobs.py), importance weights (corrections.py),
-the figures of the mismatch (mismatch.py) or reductions over ranks: it divides by counts of all that the update learns
-from, so gradients and sums of ranks and microbatches simply add up.
+Owns the sums below. Does not own the loss of a token (surrogates.py), the estimate of KL and the figures of the
+mismatch (mismatch.py), advantages (orchestrator/loop/advantages.py), log-probabilities (trainer/model/logprobs.py),
+importance weights (corrections.py), which tokens are of an answer (orchestrator/inputs/rows/preferences.py), or
+reductions over ranks: it divides by counts of all that the update learns from, so gradients and sums of ranks and
+microbatches simply add up.
 
 With pi the trainer's policy, mu the engine's, q the one in the denominator of a ratio pi / q:
 
@@ -11,55 +12,42 @@ With pi the trainer's policy, mu the engine's, q the one in the denominator of a
         clip acts. The importance weight w_t = weight(q / mu) (corrections.py) corrects for staleness and the engine's
         mismatch.
     ratio_baseline=rollout   q = mu, and w_t = 1
-    L_t = w_t * (the loss of the token: surrogates.py) + kl_coef * (estimate of KL: kl.py) - entropy_coef * entropy
+    L_t = w_t * (the loss of the token: surrogates.py) + kl_coef * (estimate of KL) - entropy_coef * entropy
     token normalization      sum_t L_t / (counted tokens)                     DAPO (arXiv:2503.14476, eq. 8)
     sequence normalization   sum_i (1 / |o_i|) sum_t L_t / (sequences)        GRPO (arXiv:2402.03300, eq. 3)
     constant normalization   sum_t L_t / (sequences * longest possible)       Dr. GRPO (arXiv:2503.20783)
 
 With several updates of a batch, w_t and the figures of the mismatch are those of the policy before the first, in all of
 them. parity.mask_log_ratio sets w_t to 0 with either baseline. Every log-ratio is clamped to +-LOG_RATIO_BOUND before
-`exp`. Shapes: N counted tokens.
+`exp`.
+
+Direct preference optimization, with y_c the chosen and y_r the rejected answer to a prompt x (Rafailov et al. 2023,
+arXiv:2305.18290, eq. 7):
+
+    reward r(y) = dpo_beta * (log pi(y | x) - log ref(y | x))        a sum over the answer's tokens
+    loss        = -log sigmoid(r(y_c) - r(y_r))                      the mean over pairs
+
+There sequences 2 p and 2 p + 1 of a microbatch are the chosen and the rejected one of its pair p (microbatches.pack
+takes a pair as one item), and both have tokens that count. Shapes: N counted tokens; there are at most N pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace, Normalization, RatioBaseline
-from slipstream.trainer.step.corrections import LOG_RATIO_BOUND, correction_sums, importance_weights
-from slipstream.trainer.step.kl import kl_estimates
-from slipstream.trainer.step.mismatch import measure_mismatch
+from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace, Normalization, Objective, RatioBaseline
+from slipstream.trainer.step.corrections import LOG_RATIO_BOUND, correction_sums, importance_weights, per_sequence
+from slipstream.trainer.step.mismatch import kl_estimates, measure_mismatch
 from slipstream.trainer.step.own_loss import loss_function
 from slipstream.trainer.step.surrogates import LossTokens
 from slipstream.trainer.types import Denominators, LossStats, Origin, Sample
-
-
-@dataclass(frozen=True, slots=True)
-class CountedTokens:
-    """What the loss needs to know of a microbatch's N counted tokens, besides the policy's log-probabilities."""
-
-    rollout_logprobs_N: Tensor
-    """float32; log mu."""
-    advantages_N: Tensor
-    """float32."""
-    sequence_lengths_N: Tensor
-    """int64; counted tokens of the token's sequence, |o_i|."""
-    sequence_index_N: Tensor
-    """int64; number of the token's sequence in the microbatch, from 0."""
-    positions_N: Tensor
-    """int64; position of the token in its response, from 0."""
-    staleness_N: Tensor
-    """int64; steps."""
-    ref_logprobs_N: Tensor | None = None
-    """float32; log ref. Needed where AlgorithmConfig.needs_reference says so."""
-    old_logprobs_N: Tensor | None = None
-    """float32; log-probability by the trainer before the step's first update. None: this is the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,43 +68,24 @@ class PolicyLoss:
 
 
 def policy_loss(
-    logprobs_N: Tensor,
-    entropy_N: Tensor,
-    tokens: CountedTokens,
-    algorithm: AlgorithmConfig,
-    denominators: Denominators,
-    mask_log_ratio: float = 0.0,
+    tokens: LossTokens, algorithm: AlgorithmConfig, denominators: Denominators, mask_log_ratio: float = 0.0
 ) -> PolicyLoss:
     """The loss of the module docstring, summed over the microbatch's counted tokens and divided by the batch's counts.
 
     Args:
-        logprobs_N: log pi, float32, differentiable. N may be 0: the loss is then a zero that still has a graph.
-        entropy_N: entropy of pi at those positions, in nats; differentiable where algorithm.entropy_coef is not 0.
+        tokens: old_logprobs_N are the trainer's before the step's first update, without a graph; weights_N are not
+            read. N may be 0: the loss is then a zero that still has a graph.
         denominators: counts over the whole batch, the same for every microbatch of every rank.
         mask_log_ratio: parity.mask_log_ratio; tokens beyond it have no policy term. 0: all have.
     """
-    first_N = logprobs_N.detach() if tokens.old_logprobs_N is None else tokens.old_logprobs_N
+    first_N, logprobs_N, entropy_N = tokens.old_logprobs_N, tokens.logprobs_N, tokens.entropy_N
     log_ratio_N = (first_N - tokens.rollout_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weights = importance_weights(
         log_ratio_N, tokens.sequence_lengths_N, tokens.sequence_index_N, algorithm, mask_log_ratio
     )
     is_from_rollout = algorithm.ratio_baseline is RatioBaseline.rollout
-    losses = loss_function(algorithm.loss)(
-        LossTokens(
-            logprobs_N=logprobs_N,
-            old_logprobs_N=tokens.rollout_logprobs_N if is_from_rollout else first_N,
-            rollout_logprobs_N=tokens.rollout_logprobs_N,
-            advantages_N=tokens.advantages_N,
-            weights_N=weights.weight_N,
-            entropy_N=entropy_N,
-            ref_logprobs_N=tokens.ref_logprobs_N,
-            sequence_index_N=tokens.sequence_index_N,
-            sequence_lengths_N=tokens.sequence_lengths_N,
-            positions_N=tokens.positions_N,
-            staleness_N=tokens.staleness_N,
-        ),
-        algorithm,
-    )
+    old_N = tokens.rollout_logprobs_N if is_from_rollout else first_N
+    losses = loss_function(algorithm.loss)(replace(tokens, old_logprobs_N=old_N, weights_N=weights.weight_N), algorithm)
     share_N = _token_shares(tokens.sequence_lengths_N, algorithm.normalization, denominators)
     policy = (weights.weight_N * losses.loss_N * share_N).sum()
     loss, ref_k3_N = policy, torch.zeros_like(log_ratio_N)
@@ -147,30 +116,63 @@ def policy_loss(
     }
     return PolicyLoss(
         loss,
-        {name: value.detach().double().sum() for name, value in sums.items()},
+        _summed(sums),
         {name: torch.cat([value, value.new_zeros(1)]).max() for name, value in maxima.items()},
         vectors,
     )
 
 
 def sft_loss(
-    logprobs_N: Tensor,
-    entropy_N: Tensor,
-    tokens: CountedTokens,
-    algorithm: AlgorithmConfig,
-    denominators: Denominators,
-    mask_log_ratio: float = 0.0,
+    tokens: LossTokens, algorithm: AlgorithmConfig, denominators: Denominators, mask_log_ratio: float = 0.0
 ) -> PolicyLoss:
     """Negative log-likelihood of the counted tokens, divided by the batch's counts. Arguments as in policy_loss."""
     share_N = _token_shares(tokens.sequence_lengths_N, algorithm.normalization, denominators)
-    loss = -(logprobs_N * share_N).sum()
+    loss = -(tokens.logprobs_N * share_N).sum()
     sums = {
         "loss/total_sum": loss,
-        "policy/num_tokens": torch.ones_like(logprobs_N),
-        "policy/entropy_sum": entropy_N,
-        "sft/nll_sum": -logprobs_N,
+        "policy/num_tokens": torch.ones_like(tokens.logprobs_N),
+        "policy/entropy_sum": tokens.entropy_N,
+        "sft/nll_sum": -tokens.logprobs_N,
     }
-    return PolicyLoss(loss, {name: value.detach().double().sum() for name, value in sums.items()})
+    return PolicyLoss(loss, _summed(sums))
+
+
+def dpo_loss(
+    tokens: LossTokens, algorithm: AlgorithmConfig, denominators: Denominators, mask_log_ratio: float = 0.0
+) -> PolicyLoss:
+    """Direct preference optimization, summed over the microbatch's pairs and divided by the batch's number of pairs.
+    Sums are float64. Arguments as in policy_loss."""
+    if tokens.ref_logprobs_N is None:
+        raise ValueError("algorithm.objective=dpo needs the reference policy's log-probabilities")
+    pair_N = tokens.sequence_index_N // 2
+    is_chosen_N = tokens.sequence_index_N % 2 == 0
+    reward_N = algorithm.dpo_beta * (tokens.logprobs_N - tokens.ref_logprobs_N).double()
+    chosen_P = per_sequence(reward_N * is_chosen_N, pair_N)
+    rejected_P = per_sequence(reward_N * ~is_chosen_N, pair_N)
+    is_pair_P = per_sequence(torch.ones_like(reward_N), pair_N) > 0  # zeros lie behind the last one
+    margin_P = chosen_P - rejected_P
+    loss_P = -logsigmoid(margin_P) * is_pair_P
+    loss = loss_P.sum() / (denominators.num_sequences / 2)
+    sums = {
+        "loss/total_sum": loss,
+        "policy/num_tokens": torch.ones_like(tokens.logprobs_N),
+        "policy/entropy_sum": tokens.entropy_N,
+        "dpo/num_pairs": is_pair_P,
+        "dpo/loss_sum": loss_P,
+        "dpo/num_preferred": margin_P > 0,
+        "dpo/margin_sum": margin_P,
+        "dpo/chosen_reward_sum": chosen_P,
+        "dpo/rejected_reward_sum": rejected_P,
+    }
+    return PolicyLoss(loss, _summed(sums))
+
+
+Loss = Callable[[LossTokens, AlgorithmConfig, Denominators, float], PolicyLoss]
+LOSSES: dict[Objective, Loss] = {Objective.policy: policy_loss, Objective.sft: sft_loss, Objective.dpo: dpo_loss}
+
+
+def _summed(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().double().sum() for name, value in values.items()}
 
 
 def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, denominators: Denominators) -> Tensor:

@@ -1,4 +1,5 @@
-"""How far the trainer's log-probabilities are from the engine's: sums and maxima over the tokens that were sampled.
+"""How far two policies' log-probabilities of sampled tokens are apart: the trainer's from the engine's, and from the
+reference's.
 
 Owns: the figures below, apart for tokens of the version that is trained (no suffix: numerics alone) and of older ones
 (`_stale`: numerics and drift). Does not own the thresholds on them (orchestrator/loop/alarms.py).
@@ -10,13 +11,23 @@ With d = log pi - log mu of a sampled token, pi the trainer's policy and mu the 
     histogram    tokens by k3, in the bins of mismatch_bins.py: the quantiles of a batch over all ranks
     by position  k3 of tokens of the version that is trained, by their position in the response
 
-Shapes: N counted tokens.
+Estimates of KL(policy || reference) from one sampled token each (Schulman 2020), with x = log pi - log ref of a token
+that pi sampled:
+
+    k1   x                     unbiased, may be negative. In the loss its expected gradient is 0: use it in the reward
+    k2   x^2 / 2               biased, of low variance; its gradient in the loss is that of KL (Tang & Munos 2025,
+                               arXiv:2506.09477)
+    k3   exp(-x) - 1 + x       unbiased and never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4)
+
+Invariant: log-ratios are bounded before `exp`. Shapes: N counted tokens.
 """
 
 import torch
 from torch import Tensor
 
+from slipstream.conf.schema import KlEstimator
 from slipstream.trainer.parallel import on_device
+from slipstream.trainer.step.corrections import LOG_RATIO_BOUND
 from slipstream.trainer.step.mismatch_bins import (
     BINS_PER_DECADE,
     HIGHEST_K3_EXPONENT,
@@ -29,6 +40,16 @@ from slipstream.trainer.step.mismatch_bins import (
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(x) - x - 1 >= 0, x = log p - log q: estimates KL(q || p) from samples of q (Schulman 2020)."""
     return torch.expm1(log_ratio) - log_ratio
+
+
+def kl_estimates(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:
+    """The estimate of the module's docstring for each token; gradient flows to both arguments."""
+    log_ratio_N = (logprobs_N - ref_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if estimator is KlEstimator.k1:
+        return log_ratio_N
+    if estimator is KlEstimator.k2:
+        return 0.5 * log_ratio_N.square()
+    return k3(-log_ratio_N)
 
 
 def measure_mismatch(

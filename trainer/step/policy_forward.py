@@ -1,12 +1,14 @@
 """Forward passes of the policy and its reference over one microbatch: log-probabilities, and the loss made of them.
 
-Owns the order of the two passes, and which arrays of a microbatch reach the loss. Does not own gradients, the optimizer
-or what ranks agree on (trainer/rank.py), the loss (loss.py), or how a decoder becomes the reference
-(trainer/model/reference.py). Invariant: every call runs the decoder equally often on all ranks, also for a microbatch
-without samples, because every layer is a collective. Shapes: N counted tokens, H hidden, V vocabulary.
+Owns the order of the two passes, which arrays of a microbatch reach the loss, and how the initial weights replace the
+trained ones for a pass of the reference (the policy before training, of the KL penalty and DPO), without a second copy
+of the model. Does not own gradients, the optimizer or what ranks agree on (trainer/rank.py), or the loss (loss.py).
+Invariant: every call runs the decoder equally often on all ranks, also for a microbatch without samples, because every
+layer is a collective. Shapes: N counted tokens, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,24 +16,60 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from slipstream.conf.schema import AlgorithmConfig
 from slipstream.trainer.model.context import ContextCut
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.graphs import DecoderGraphs
-from slipstream.trainer.model.logprobs import token_logprobs
-from slipstream.trainer.model.reference import ReferencePolicy
 from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import on_device
-from slipstream.trainer.step.kl import kl_estimates
-from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
+from slipstream.trainer.step.loss import Loss, PolicyLoss
 from slipstream.trainer.step.microbatches import Microbatch, collate
+from slipstream.trainer.step.mismatch import kl_estimates
+from slipstream.trainer.step.surrogates import LossTokens
 from slipstream.trainer.types import Denominators, Extent, Sample, Scores
 
-Loss = Callable[[Tensor, Tensor, CountedTokens, AlgorithmConfig, Denominators, float], PolicyLoss]
-"""policy_loss, sft_loss, dpo_loss, which have the names of these arguments."""
+
+class ReferencePolicy:
+    """Switches a decoder to the policy before training and back, after which trained shards hold the same bits.
+
+    LoRA: adapters are switched off. Full training, and adapters that started from other adapters: each rank keeps its
+    initial shards and swaps them with the trained ones.
+    """
+
+    def __init__(self, decoder: Decoder, trained_shards: Sequence[Tensor] | None) -> None:
+        """Args: `trained_shards`, local tensors that alias the trained parameters, which are copied; None if the policy
+        before training is the one without adapters."""
+        self._decoder = decoder
+        self._swapped = None if trained_shards is None else [(one, one.detach().clone()) for one in trained_shards]
+
+    @contextmanager
+    def active(self) -> Iterator[Forward]:
+        """What computes the reference inside, without gradients. All ranks enter and leave together."""
+        with torch.no_grad():
+            if self._swapped is None:
+                yield self._decoder.by.without_adapters()
+                return
+            self._exchange(self._swapped)
+            try:
+                yield self._decoder.by
+            finally:
+                self._exchange(self._swapped)
+
+    def _exchange(self, swapped: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Swap trained and initial values in place, and drop gathered copies of the old ones."""
+        for trained, initial in swapped:
+            kept = trained.clone()
+            trained.copy_(initial)
+            initial.copy_(kept)
+        # What stayed gathered would go on computing with the values that were just swapped out.
+        if self._decoder.whole is not None:
+            self._decoder.whole.renew()
+        for module in self._decoder.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +91,27 @@ class PolicyForward:
         cut = self._cut(micro)
         routes = self._routes(micro, cut)
         logprobs_N, entropy_N = self._logprobs(micro, cut, routes)
-        tokens = CountedTokens(
+        old_N = logprobs_N.detach() if micro.old_logprobs is None else self._to_device(micro.old_logprobs)
+        tokens = LossTokens(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=old_N,
             rollout_logprobs_N=self._to_device(micro.rollout_logprobs),
             advantages_N=self._to_device(micro.advantages),
-            sequence_lengths_N=self._to_device(micro.sequence_lengths),
+            weights_N=torch.ones_like(old_N),
+            entropy_N=entropy_N,
+            ref_logprobs_N=ref_logprobs_N,
             sequence_index_N=self._to_device(micro.sequence_index),
+            sequence_lengths_N=self._to_device(micro.sequence_lengths),
             positions_N=self._to_device(micro.response_positions),
             staleness_N=self._to_device(micro.staleness),
-            old_logprobs_N=None if micro.old_logprobs is None else self._to_device(micro.old_logprobs),
-            ref_logprobs_N=ref_logprobs_N,
         )
-        algorithm, mask_log_ratio = self.options.algorithm, self.options.parity.mask_log_ratio
-        part = self.loss_of(logprobs_N, entropy_N, tokens, algorithm, denominators, mask_log_ratio)
+        part = self.loss_of(tokens, self.options.algorithm, denominators, self.options.parity.mask_log_ratio)
         if cut is not None and cut.cp_rank:
             part = part.uncounted()
         if routes is not None:
             part.sums["parity/num_flipped"] = torch.stack(routes.flipped).sum().double()
             part.sums["parity/num_routings"] = routes.num_routings.double()
-        return part, logprobs_N.detach() if tokens.old_logprobs_N is None else tokens.old_logprobs_N
+        return part, old_N
 
     @torch.no_grad()
     def scores(self, samples: Sequence[Sample], policy_version: int, extents: tuple[Extent, ...] = ()) -> list[Scores]:
@@ -124,18 +165,12 @@ class PolicyForward:
             hidden_TH = self.decoder(*tokens, cut.sequences, routes, by=by)
             predictions = cut.predictions(micro.predictor_rows)
             rows_N, targets_N = predictions.hidden_rows_n, targets_N[predictions.own_n]
-        found = self.decoder.apply_head(
-            lambda rows_NH, weight_VH: token_logprobs(
-                rows_NH,
-                weight_VH,
-                targets_N,
-                temperature=self.options.temperature,
-                chunk_tokens=self.options.trainer.logprob_chunk_tokens(self.decoder.spec.vocab_size),
-                head=self.decoder.by.head,
-                softcap=self.decoder.spec.logit_softcap,
-                differentiate_entropy=self.options.algorithm.entropy_coef != 0,
-            ),
+        found = self.decoder.logprobs(
             hidden_TH.index_select(0, rows_N),
+            targets_N,
+            self.options.trainer,
+            temperature=self.options.temperature,
+            differentiate_entropy=self.options.algorithm.entropy_coef != 0,
         )
         return found if predictions is None else predictions.whole(*found)
 

@@ -1,7 +1,7 @@
 """What one token adds to the policy loss, before importance weights and normalization: one pure function per algorithm.
 
 Owns: the four formulas below, and what a loss of the user's own gets (`LossTokens`). Does not own: importance weights
-(corrections.py), the penalty of KL (kl.py), what a token's loss is divided by (loss.py), or advantages
+(corrections.py), the penalty of KL (mismatch.py), what a token's loss is divided by (loss.py), or advantages
 (orchestrator/loop/advantages.py).
 
 With A the advantage of token t, pi the policy that is trained, q the one in the ratio's denominator

@@ -105,8 +105,8 @@ def load(kind: str, model: str, *place: Any, **sizes: int) -> TrainerRank:
     if kind != "mixed":
         fill_adapters(made, made.decoder.layout.world_size)
     if "full" in kind:
-        for shard in made.learner.shards:
-            shard.values.mul_(1.05)
+        for values in made.learner.shards.values():
+            values.mul_(1.05)
     return made
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.conf.schema import MlaNormEps, OptimConfig
 from slipstream.trainer.adapter_io import PREFIX, load_adapter, pack_expert_a, pack_expert_b, save_adapter
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.step.optim import ShardedAdamW, TrainableShard
+from slipstream.trainer.step.learner import Learner
 from slipstream.trainer.weights.fused_experts import interleave
 
 MODELS = BY_FAMILY | {
@@ -88,9 +88,8 @@ def test_every_adapter_gradient_and_one_optimizer_step_match_peft(name, tmp_path
     trained = [parameter for parameter in oracle.parameters() if parameter.requires_grad]
     torch.optim.AdamW(trained, lr=LR, betas=config.betas, eps=config.eps, weight_decay=0.1).step()
     before = logits_of(decoder, batch).detach()
-    shards = [TrainableShard(n, p.detach()) for n, p in decoder.named_parameters() if p.requires_grad]
-    grads = [p.grad for p in decoder.parameters() if p.requires_grad]
-    ShardedAdamW(shards, config, 10, group=None, device=torch.device("cpu")).step(grads, 0.0)
+    trainable = [(n, p) for n, p in decoder.named_parameters() if p.requires_grad]
+    Learner(trainable, config, 10, 1, decoder.layout).update(ends_version=True)
     after = hf_logits(oracle, batch).detach()
     assert relative_error(before, after) > 0.05
     assert relative_error(logits_of(decoder, batch), after) < 1e-4

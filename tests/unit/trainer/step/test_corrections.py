@@ -1,15 +1,16 @@
 """Importance weights, losses and gradients against the formulas of their sources, one sequence and token at a time."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
+from oracles.cases import loss_tokens
 
 from slipstream.conf.schema import AlgorithmConfig, Correction, Normalization, RatioBaseline
 from slipstream.trainer.step.corrections import LOG_RATIO_BOUND, importance_weights
-from slipstream.trainer.step.loss import CountedTokens, PolicyLoss, policy_loss
+from slipstream.trainer.step.loss import PolicyLoss, policy_loss
 from slipstream.trainer.types import Denominators
 
 
@@ -50,21 +51,15 @@ def expected_weights(
 def loss_of(sequences: list[Sequence], algorithm: AlgorithmConfig, mask: float = 0.0) -> tuple[PolicyLoss, list[float]]:
     """policy_loss on all sequences as one microbatch, in float64, and its gradient by token."""
 
-    def flat(values: list[Any], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.tensor([value for part in values for value in part], dtype=dtype)
+    def flat(values: list[list[float]]) -> torch.Tensor:
+        return torch.tensor([value for part in values for value in part], dtype=torch.float64)
 
-    logprobs = flat([one.trainer for one in sequences]).requires_grad_()
-    sizes = [len(one.trainer) for one in sequences]
-    tokens = CountedTokens(
-        rollout_logprobs_N=flat([one.engine for one in sequences]),
+    logprobs, sizes = flat([one.trainer for one in sequences]).requires_grad_(), [len(one.trainer) for one in sequences]
+    tokens = loss_tokens(
+        sizes, logprobs, rollout_logprobs_N=flat([one.engine for one in sequences]),
         advantages_N=flat([[one.advantage] * len(one.trainer) for one in sequences]),
-        sequence_lengths_N=flat([[size] * size for size in sizes], torch.int64),
-        sequence_index_N=flat([[index] * size for index, size in enumerate(sizes)], torch.int64),
-        positions_N=flat([range(size) for size in sizes], torch.int64),
-        staleness_N=torch.zeros(sum(sizes), dtype=torch.int64),
-    )
-    counts = Denominators(sum(sizes), len(sizes), policy_version=0)
-    result = policy_loss(logprobs, torch.zeros(sum(sizes)), tokens, algorithm, counts, mask)
+    )  # fmt: skip
+    result = policy_loss(tokens, algorithm, Denominators(sum(sizes), len(sizes), policy_version=0), mask)
     result.loss.backward()
     assert logprobs.grad is not None
     return result, logprobs.grad.tolist()

@@ -1,16 +1,27 @@
 """Promises of trainer/step/loss.py, against numbers derived by hand in the comments."""
 
+import json
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 from fakes.trainer import MAXIMA, SUMS, VECTORS
 from hypothesis import given, strategies as st
+from oracles.cases import DPO_CASES, loss_tokens, our_dpo
 
-from slipstream.conf.schema import AlgorithmConfig, Correction, KlEstimator, KlPlace, Normalization, RatioBaseline
+from slipstream.conf.schema import (
+    AlgorithmConfig,
+    Correction,
+    KlEstimator,
+    KlPlace,
+    Normalization,
+    Objective,
+    RatioBaseline,
+)
 from slipstream.trainer.step.corrections import LOG_RATIO_BOUND
-from slipstream.trainer.step.loss import CountedTokens, LossAccumulator, policy_loss, sft_loss
+from slipstream.trainer.step.loss import LossAccumulator, dpo_loss, policy_loss, sft_loss
 from slipstream.trainer.step.surrogates import LossTokens, clipped_loss
 from slipstream.trainer.types import Denominators
 
@@ -19,36 +30,34 @@ ROLLOUT = AlgorithmConfig(
     ratio_baseline=RatioBaseline.rollout, correction=Correction.none, clip_low=0.2, clip_high=0.28
 )
 LN = math.log
+DPO = AlgorithmConfig(objective=Objective.dpo, dpo_beta=0.5)
+RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 
 
-def numbered(lengths):
-    """(sequence_index, positions) of tokens whose sequences have these lengths, one entry a token."""
-    index, positions = [], []
-    while len(index) < len(lengths):
-        size = lengths[len(index)]
-        positions += range(size)
-        index += [index[-1] + 1 if index else 0] * size
-    return torch.tensor(index[: len(lengths)], dtype=torch.int64), torch.tensor(
-        positions[: len(lengths)], dtype=torch.int64
-    )
-
-
-def run(algorithm, logprobs, rollout, advantages, *, lengths=None, staleness=None, ref=None, entropy=None, counts=None):
+def run(
+    algorithm,
+    logprobs,
+    rollout,
+    advantages,
+    *,
+    sizes=None,
+    staleness=None,
+    ref=None,
+    entropy=None,
+    counts=None,
+    mask=0.0,
+):
     """policy_loss on lists; float64 so that literal numbers compare to 1e-12. Returns (result, gradient)."""
-    n = len(logprobs)
-    logprobs = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-    tokens = CountedTokens(
-        rollout_logprobs_N=torch.tensor(rollout, dtype=torch.float64),
-        advantages_N=torch.tensor(advantages, dtype=torch.float64),
-        sequence_lengths_N=torch.tensor(lengths or [n] * n),
-        sequence_index_N=numbered(lengths or [n] * n)[0],
-        positions_N=numbered(lengths or [n] * n)[1],
-        staleness_N=torch.tensor(staleness or [0] * n),
-        ref_logprobs_N=None if ref is None else torch.tensor(ref, dtype=torch.float64),
+    wide = lambda values: torch.tensor(values, dtype=torch.float64)  # noqa: E731
+    logprobs, n = wide(logprobs).requires_grad_(), len(logprobs)
+    more = {"ref_logprobs_N": wide(ref)} if ref else {}
+    more |= {"entropy_N": wide(entropy)} if entropy else {}
+    more |= {"staleness_N": torch.tensor(staleness)} if staleness else {}
+    tokens = loss_tokens(
+        sizes or [n] * (n > 0), logprobs, rollout_logprobs_N=wide(rollout), advantages_N=wide(advantages), **more
     )
     counts = counts or Denominators(num_valid_tokens=max(n, 1), num_sequences=1, policy_version=5)
-    entropy = torch.zeros(n) if entropy is None else torch.tensor(entropy)
-    result = policy_loss(logprobs, entropy, tokens, algorithm, counts)
+    result = policy_loss(tokens, algorithm, counts, mask)
     result.loss.backward()
     return result, logprobs.grad.tolist()
 
@@ -114,12 +123,10 @@ def test_kl_in_the_reward_is_measured_and_has_no_gradient():
 
 def test_entropy_is_added_and_weighed_like_a_token():
     """Two tokens of entropy 1 and 3: the loss is lower by 0.1 * 4 / 2; each entropy has the gradient -0.1 / 2."""
-    logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64)
     entropy = torch.tensor([1.0, 3.0], dtype=torch.float64, requires_grad=True)
-    zeros = torch.zeros(2, dtype=torch.float64)
-    tokens = CountedTokens(logprobs, zeros, torch.tensor([2, 2]), *numbered([2, 2]), torch.zeros(2, dtype=torch.int64))
+    tokens = loss_tokens([2], torch.tensor([-1.0, -1.0], dtype=torch.float64), entropy_N=entropy)
     for coef in (0.1, -0.1):
-        result = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(entropy_coef=coef), Denominators(2, 1, 0))
+        result = policy_loss(tokens, AlgorithmConfig(entropy_coef=coef), Denominators(2, 1, 0))
         assert result.loss.item() == result.sums["loss/total_sum"].item() == pytest.approx(-coef * 2)
         (grad,) = torch.autograd.grad(result.loss, entropy)
         assert grad.tolist() == pytest.approx([-coef / 2] * 2)
@@ -129,14 +136,11 @@ def test_entropy_is_added_and_weighed_like_a_token():
 def test_after_the_first_update_weights_and_mismatch_are_those_of_before_it():
     """pi before: 2 mu, now 3 mu. Ratio baseline trainer: L = -w pi / old A, w = min(2, 2) = 2, pi / old = 1.5 clipped
     to 1.28. Ratio baseline rollout: w = 1, pi / mu = 3 clipped to 1.28. The mismatch is log 2 in both."""
-    old, now = torch.tensor([LN(2) - 1]).double(), torch.tensor([LN(3) - 1]).double()
-    counts = Denominators(1, 1, 0)
-    one = torch.ones(1, dtype=torch.int64)
-    zero = torch.zeros(1, dtype=torch.int64)
-    tokens = CountedTokens(-torch.ones(1).double(), torch.ones(1).double(), one, zero, zero, zero, None, old)
+    old, now, one = (torch.tensor([value]).double() for value in (LN(2) - 1, LN(3) - 1, 1.0))
+    tokens = loss_tokens([1], now, old_logprobs_N=old, rollout_logprobs_N=-one, advantages_N=one)
     for algorithm, wanted in ((TRAINER, -2 * 1.28), (ROLLOUT, -1.28)):
         algorithm = replace(algorithm, clip_low=0.2, clip_high=0.28)
-        result = policy_loss(now, torch.zeros(1), tokens, algorithm, counts)
+        result = policy_loss(tokens, algorithm, Denominators(1, 1, 0))
         assert result.loss.item() == pytest.approx(wanted, rel=1e-6)
         assert result.maxima["parity/log_ratio_max"].item() == pytest.approx(LN(2))
         assert result.sums["parity/prob_diff_sum"].item() == pytest.approx((2 - 1) * math.exp(-1))
@@ -146,29 +150,23 @@ def test_after_the_first_update_weights_and_mismatch_are_those_of_before_it():
 
 def test_a_token_beyond_the_mask_has_no_policy_term_and_keeps_the_others():
     """|log ratio| of ln 3 is beyond ln 2; of ln 1.5 it is not. The penalty of KL stays: k3's gradient at 2 is -1."""
-    logprobs = torch.tensor([-1 + LN(3), -1 + LN(1.5)], dtype=torch.float64, requires_grad=True)
-    mu, zeros = -torch.ones(2).double(), torch.zeros(2, dtype=torch.int64)
-    tokens = CountedTokens(
-        mu, torch.ones(2).double(), torch.tensor([2, 2]), *numbered([2, 2]), zeros, logprobs.detach() + LN(2)
-    )
+    algorithm = AlgorithmConfig(correction=Correction.none, kl_coef=0.5)
+    logprobs = [-1 + LN(3), -1 + LN(1.5)]
     for mask, weights in ((LN(2), [0.0, 1.0]), (0.0, [1.0, 1.0])):
-        algorithm = AlgorithmConfig(correction=Correction.none, kl_coef=0.5)
-        result = policy_loss(logprobs, torch.zeros(2), tokens, algorithm, Denominators(2, 1, 0), mask)
-        (grad,) = torch.autograd.grad(result.loss, logprobs)
-        assert grad.tolist() == pytest.approx([-weight / 2 - 0.25 for weight in weights])
+        ref = [value + LN(2) for value in logprobs]
+        result, grad = run(algorithm, logprobs, [-1.0, -1.0], [1.0, 1.0], ref=ref, mask=mask)
+        assert grad == pytest.approx([-weight / 2 - 0.25 for weight in weights])
         assert result.sums["correction/num_masked"].item() == weights.count(0.0)
 
 
 def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
     """Each of them is another tensor, and none stands in another's place."""
     seen = {}
-    names = ("rollout_logprobs_N", "advantages_N", "sequence_lengths_N", "sequence_index_N", "positions_N",
-             "staleness_N", "ref_logprobs_N", "old_logprobs_N")  # fmt: skip
-    floats = {"rollout_logprobs_N", "advantages_N", "ref_logprobs_N", "old_logprobs_N"}
-    given = {
-        name: torch.tensor([-1.0 - place / 16, -2.0]) if name in floats else torch.tensor([2 + place, 3])
-        for place, name in enumerate(names)
-    }
+    floats = ("logprobs_N", "old_logprobs_N", "rollout_logprobs_N", "advantages_N", "entropy_N", "ref_logprobs_N")
+    given = {name: torch.tensor([-1.0 - place / 16, -2.0]) for place, name in enumerate(floats)}
+    given["entropy_N"].requires_grad_()
+    others = ("sequence_lengths_N", "positions_N", "staleness_N")
+    given |= {name: torch.tensor([2 + place, 3]) for place, name in enumerate(others)}
     given["sequence_index_N"] = torch.tensor([0, 1])
 
     def loss(tokens, algorithm):
@@ -176,12 +174,12 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
         return clipped_loss(tokens, algorithm)
 
     monkeypatch.setattr("slipstream.trainer.step.loss.loss_function", lambda name: loss)
-    logprobs, entropy = torch.tensor([-0.5, -0.75]), torch.tensor([4.0, 5.0], requires_grad=True)
     for algorithm, old in ((TRAINER, "old_logprobs_N"), (ROLLOUT, "rollout_logprobs_N")):
-        policy_loss(logprobs, entropy, CountedTokens(**given), algorithm, Denominators(2, 2, 9))
+        tokens = LossTokens(weights_N=torch.full((2,), 9.0), **given)
+        policy_loss(tokens, algorithm, Denominators(2, 2, 9))
         weights = seen.pop("weights_N")
         assert seen["entropy_N"].requires_grad
-        wanted = {**given, "old_logprobs_N": given[old], "logprobs_N": logprobs, "entropy_N": entropy}
+        wanted = {**given, "old_logprobs_N": given[old]}
         assert {name: value.tolist() for name, value in seen.items()} == {
             name: value.tolist() for name, value in wanted.items()
         }
@@ -193,9 +191,9 @@ def test_token_and_sequence_normalization():
     """Sequences of 1 and 3 tokens, A = 1 and 2, on-policy. Token: -(1 + 6)/4. Sequence: -(1/1 + 6/3)/2 = -1.5."""
     counts = Denominators(num_valid_tokens=4, num_sequences=2, policy_version=0)
     arguments = ([-1.0] * 4, [-1.0] * 4, [1.0, 2.0, 2.0, 2.0])
-    by_token, _ = run(TRAINER, *arguments, lengths=[1, 3, 3, 3], counts=counts)
+    by_token, _ = run(TRAINER, *arguments, sizes=[1, 3], counts=counts)
     algorithm = AlgorithmConfig(normalization=Normalization.sequence)
-    by_sequence, grad = run(algorithm, *arguments, lengths=[1, 3, 3, 3], counts=counts)
+    by_sequence, grad = run(algorithm, *arguments, sizes=[1, 3], counts=counts)
     assert by_token.loss.item() == pytest.approx(-1.75, rel=1e-6)
     assert by_sequence.loss.item() == pytest.approx(-1.5, rel=1e-6)
     assert grad == pytest.approx([-0.5, -1 / 3, -1 / 3, -1 / 3], rel=1e-6)
@@ -205,10 +203,10 @@ def test_constant_normalization_knows_nothing_of_lengths():
     """Sequences of 1 and 3 tokens of 5 that are possible, A = 1 and 2, on-policy: -(1 + 3 * 2) / (2 * 5) = -0.7. A
     longer batch of the same tokens has a larger loss, in the same unit: two more of A = 2 make -(7 + 4) / 10."""
     algorithm = AlgorithmConfig(normalization=Normalization.constant)
-    for lengths, advantages, wanted in (([1, 3, 3, 3], [1.0, 2, 2, 2], -0.7), ([1] + [5] * 5, [1.0] + [2] * 5, -1.1)):
-        n = len(lengths)
+    for sizes, wanted in (([1, 3], -0.7), ([1, 5], -1.1)):
+        n, advantages = sum(sizes), [1.0] + [2.0] * sizes[1]
         counts = Denominators(num_valid_tokens=n, num_sequences=2, policy_version=0, num_possible_tokens=10)
-        result, grad = run(algorithm, [-1.0] * n, [-1.0] * n, advantages, lengths=lengths, counts=counts)
+        result, grad = run(algorithm, [-1.0] * n, [-1.0] * n, advantages, sizes=sizes, counts=counts)
         assert result.loss.item() == pytest.approx(wanted, rel=1e-6)
         assert grad == pytest.approx([-advantage / 10 for advantage in advantages], rel=1e-6)
 
@@ -272,10 +270,8 @@ def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
         want = per_token.sum() / n
     assert isinstance(want, torch.Tensor)
     (want_grad,) = torch.autograd.grad(want, logp)
-    tokens = CountedTokens(
-        rollout, advantages, lengths, *numbered(lengths.tolist()), torch.zeros(n, dtype=torch.int64), ref
-    )
-    result = policy_loss(logp, torch.zeros(n), tokens, algorithm, counts)
+    tokens = loss_tokens([8, 32], logp, rollout_logprobs_N=rollout, advantages_N=advantages, ref_logprobs_N=ref)
+    result = policy_loss(tokens, algorithm, counts)
     (got_grad,) = torch.autograd.grad(result.loss, logp)
     torch.testing.assert_close(result.loss, want, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(got_grad, want_grad, rtol=1e-6, atol=1e-9)
@@ -290,23 +286,22 @@ def test_sums_do_not_depend_on_the_split_into_microbatches_or_ranks(data):
     owners = [data.draw(st.integers(0, 2)) for _ in sizes]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     logprobs, rollout, advantages = (torch.randn(sum(sizes), generator=generator).tolist() for _ in range(3))
-    lengths = [size for size in sizes for _ in range(size)]
     owner_of_token = [owner for size, owner in zip(sizes, owners, strict=True) for _ in range(size)]
     staleness = [index % 2 for index in range(sum(sizes))]
     counts = Denominators(sum(sizes), len(sizes), policy_version=9, num_possible_tokens=5 * len(sizes))
 
-    def part(rows):
+    def part(rows, sizes):
         pick = lambda values: [values[row] for row in rows]  # noqa: E731
         given = map(pick, (logprobs, rollout, advantages))
-        return run(algorithm, *given, lengths=pick(lengths), staleness=pick(staleness), counts=counts)
+        return run(algorithm, *given, sizes=sizes, staleness=pick(staleness), counts=counts)
 
     whole = LossAccumulator()
-    result, whole_grad = part(range(sum(sizes)))
+    result, whole_grad = part(range(sum(sizes)), sizes)
     whole.add(result)
     parts, parts_grad = LossAccumulator(), [0.0] * sum(sizes)
     for owner in range(3):  # an owner without sequences is an empty microbatch
         rows = [row for row, other in enumerate(owner_of_token) if other == owner]
-        result, grad = part(rows)
+        result, grad = part(rows, [size for size, other in zip(sizes, owners, strict=True) if other == owner])
         parts.add(result)
         for row, value in zip(rows, grad, strict=True):
             parts_grad[row] = value
@@ -336,16 +331,13 @@ def test_no_counted_token_gives_a_zero_loss_with_a_graph():
 def test_sft_loss_is_cross_entropy_over_the_counted_tokens(normalization):
     """Two sequences of 3 and 1 counted tokens: token weighs each by 1/4, sequence by 1/6, 1/6, 1/6 and 1/2."""
     logits = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    targets, lengths = torch.tensor([1, 6, 0, 3]), torch.tensor([3, 3, 3, 1])
+    targets = torch.tensor([1, 6, 0, 3])
     shares = {Normalization.token: [1 / 4] * 4, Normalization.sequence: [1 / 6] * 3 + [1 / 2]}[normalization]
     wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="none") @ torch.tensor(shares).double()
     (wanted_grad,) = torch.autograd.grad(wanted, logits)
-    zeros = torch.zeros(4)
-    tokens = CountedTokens(zeros, zeros, lengths, *numbered(lengths.tolist()), torch.zeros(4, dtype=torch.int64))
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-    algorithm = AlgorithmConfig(normalization=normalization)
-    entropy = torch.tensor([0.5, 1.0, 2.0, 4.0])
-    result = sft_loss(logprobs, entropy, tokens, algorithm, Denominators(4, 2, 0))
+    tokens = loss_tokens([3, 1], logprobs, entropy_N=torch.tensor([0.5, 1.0, 2.0, 4.0]))
+    result = sft_loss(tokens, AlgorithmConfig(normalization=normalization), Denominators(4, 2, 0))
     (grad,) = torch.autograd.grad(result.loss, logits)
     assert result.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert torch.allclose(grad, wanted_grad, rtol=1e-6)
@@ -357,3 +349,54 @@ def test_sft_loss_is_cross_entropy_over_the_counted_tokens(normalization):
             "sft/nll_sum": -logprobs.sum().item(),
         }
     )
+
+
+@pytest.mark.parametrize("name", DPO_CASES)
+def test_the_loss_and_its_gradient_equal_trls(name):
+    """Recorded from TRL's own function (`make oracles` computes it again)."""
+    for mine, theirs in zip(our_dpo(DPO_CASES[name]), RECORDED[name], strict=True):
+        torch.testing.assert_close(mine, torch.tensor(theirs, dtype=torch.float64), rtol=1e-6, atol=1e-9)
+
+
+def dpo_of(logprobs, ref, lengths, num_sequences):
+    tokens = loss_tokens(lengths, logprobs, ref_logprobs_N=None if ref is None else torch.tensor(ref))
+    return dpo_loss(tokens, DPO, Denominators(len(logprobs), num_sequences, 0))
+
+
+def test_rewards_margins_and_preferences_are_those_of_the_pairs():
+    """beta 0.5. Pair 0: chosen -1 -1 against -2 -2 is 0.5 * 2 = 1, rejected -3 against -1 is -1: margin 2. Pair 1: 0
+    and 0.5 * 1: margin -0.5. Four pairs are in the batch."""
+    logprobs = torch.tensor([-1.0, -1.0, -3.0, -1.0, -1.0], requires_grad=True)
+    found = dpo_of(logprobs, [-2.0, -2.0, -1.0, -1.0, -2.0], (2, 1, 1, 1), num_sequences=8)
+    losses = [math.log1p(math.exp(-2)), math.log1p(math.exp(0.5))]
+    assert found.loss.item() == pytest.approx(sum(losses) / 4)
+    sums = {name: value.item() for name, value in found.sums.items() if name.startswith("dpo/")}
+    assert sums == pytest.approx(
+        {
+            "dpo/num_pairs": 2, "dpo/loss_sum": sum(losses), "dpo/num_preferred": 1, "dpo/margin_sum": 1.5,
+            "dpo/chosen_reward_sum": 1.0, "dpo/rejected_reward_sum": -0.5,
+        }
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(found.loss, logprobs)
+    first, second = (0.5 / 4 / (1 + math.exp(margin)) for margin in (2, -0.5))  # beta sigmoid(-margin) / pairs
+    assert gradient.tolist() == pytest.approx([-first, -first, first, -second, second])
+
+
+def test_a_microbatch_without_a_pair_is_a_zero_with_a_graph():
+    logprobs = torch.zeros(0, requires_grad=True)
+    found = dpo_of(logprobs, [], (), num_sequences=2)
+    found.loss.backward()
+    assert found.loss.item() == 0 and found.sums["dpo/num_pairs"].item() == 0
+
+
+def test_pairs_that_are_far_apart_stay_finite():
+    logprobs = torch.tensor([-5e4, -0.1], requires_grad=True)
+    found = dpo_of(logprobs, [-0.1, -5e4], (1, 1), num_sequences=2)
+    (gradient,) = torch.autograd.grad(found.loss, logprobs)
+    assert found.loss.item() == pytest.approx(0.5 * 1e5, rel=1e-4)
+    assert gradient.tolist() == pytest.approx([-0.5, 0.5])
+
+
+def test_without_a_reference_it_is_refused():
+    with pytest.raises(ValueError, match=r"algorithm.objective=dpo needs the reference"):
+        dpo_of(torch.zeros(2), None, (1, 1), num_sequences=2)

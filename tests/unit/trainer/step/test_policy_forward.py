@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace, ParityConfig
 from slipstream.trainer.parallel import ParallelLayout
-from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
+from slipstream.trainer.step.loss import PolicyLoss
 from slipstream.trainer.step.microbatches import collate
 from slipstream.trainer.step.policy_forward import PolicyForward
 from slipstream.trainer.types import Denominators, Sample
@@ -34,7 +33,6 @@ class Played:
     def __init__(self) -> None:
         self.order: list[str] = []
         self.layout = ParallelLayout.single("cpu")
-        self.spec = SimpleNamespace(logit_softcap=None, vocab_size=10)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, routes: Any, *, by: Any, most_tokens: int | None
@@ -45,7 +43,8 @@ class Played:
             routes.flipped.extend([torch.tensor(1), torch.tensor(2)])
         return -(token_ids + (0 if by is None else 10)).float()[:, None]
 
-    def apply_head(self, head: Any, hidden_NH: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs(self, hidden_NH: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        self.differentiates_entropy = more["differentiate_entropy"]
         return hidden_NH[:, 0].requires_grad_(), hidden_NH[:, 0] * 0.5
 
     @contextmanager
@@ -56,7 +55,7 @@ class Played:
 def forward_of(played: Played, seen: list[Any], *, has_reference: bool, **algorithm: Any) -> PolicyForward:
     def loss_of(*given: Any) -> PolicyLoss:
         seen.append(given)
-        return PolicyLoss(given[0].sum(), {})
+        return PolicyLoss(given[0].logprobs_N.sum(), {})
 
     parity = ParityConfig(mask_log_ratio=2.5)
     options = make_rank(algorithm=AlgorithmConfig(**algorithm), parity=parity, is_loaded=False)._options
@@ -69,11 +68,9 @@ DENOMINATORS = Denominators(num_valid_tokens=3, num_sequences=2, policy_version=
 
 @pytest.mark.parametrize("coef", [-0.1, 0.0, 0.1])
 def test_the_entropy_has_a_gradient_where_it_is_in_the_loss(coef: float) -> None:
-    played: Any = Played()
-    played.apply_head = lambda head, hidden_NH: head(hidden_NH.requires_grad_(), torch.ones(10, 1))
-    played.by, seen = SimpleNamespace(head=None), []
-    forward_of(played, seen, has_reference=False, entropy_coef=coef).loss(collate(SAMPLES, 5), DENOMINATORS)
-    assert seen[0][1].requires_grad == (coef != 0)
+    played = Played()
+    forward_of(played, [], has_reference=False, entropy_coef=coef).loss(collate(SAMPLES, 5), DENOMINATORS)
+    assert played.differentiates_entropy == (coef != 0)
 
 
 def test_a_loss_is_given_each_counted_token_and_the_reference_runs_first() -> None:
@@ -81,11 +78,10 @@ def test_a_loss_is_given_each_counted_token_and_the_reference_runs_first() -> No
     forward = forward_of(played, seen, has_reference=True)
     part, before = forward.loss(collate(SAMPLES, policy_version=5), DENOMINATORS)
     assert played.order == ["reference", "policy"]
-    ((logprobs, entropy, tokens, algorithm, denominators, mask_log_ratio),) = seen
-    assert logprobs.tolist() == before.tolist() == [-7, -8, -4] and not before.requires_grad
-    assert entropy.tolist() == [-3.5, -4, -2]
+    ((tokens, algorithm, denominators, mask_log_ratio),) = seen
+    assert tokens.logprobs_N.tolist() == before.tolist() == [-7, -8, -4] and not before.requires_grad
+    assert tokens.entropy_N.tolist() == [-3.5, -4, -2] and tokens.old_logprobs_N is before
     assert (algorithm, denominators, mask_log_ratio) == (forward.options.algorithm, DENOMINATORS, 2.5)
-    assert isinstance(tokens, CountedTokens) and tokens.old_logprobs_N is None and tokens.ref_logprobs_N is not None
     assert tokens.ref_logprobs_N.tolist() == [-17, -18, -14]
     assert tokens.rollout_logprobs_N.tolist() == pytest.approx([-0.8, -0.9, -0.5])
     assert tokens.advantages_N.tolist() == pytest.approx([0.8, 0.9, 0.5])
@@ -103,7 +99,7 @@ def test_what_was_scored_before_is_not_computed_again() -> None:
     samples = [scored(SAMPLES[0], -1, -2), scored(SAMPLES[1], -3, -4)]
     _, before = forward_of(played, seen, has_reference=True).loss(collate(samples, 3), DENOMINATORS)
     assert played.order == ["policy"] and before.tolist() == [-1, -1, -3]
-    tokens = seen[0][2]
+    tokens = seen[0][0]
     assert (tokens.old_logprobs_N.tolist(), tokens.ref_logprobs_N.tolist()) == ([-1, -1, -3], [-2, -2, -4])
 
 
@@ -117,7 +113,7 @@ def test_routes_that_were_recorded_are_replayed_and_counted() -> None:
     played, seen = Played(), []
     micro = collate([routed(one) for one in SAMPLES], 3)
     part, _ = forward_of(played, seen, has_reference=False).loss(micro, DENOMINATORS)
-    assert played.order == ["policy"] and seen[0][2].ref_logprobs_N is None
+    assert played.order == ["policy"] and seen[0][0].ref_logprobs_N is None
     assert float(part.sums["parity/num_flipped"]) == 3
     assert float(part.sums["parity/num_routings"]) == 3 * 2, "of three tokens, at two layers"
 

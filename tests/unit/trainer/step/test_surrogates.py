@@ -1,4 +1,4 @@
-"""Promises of trainer/step/surrogates.py and kl.py: TRL's and verl's values, and formulas where nobody has them."""
+"""Promises of trainer/step/surrogates.py, and of estimates of KL: TRL's and verl's values, and formulas where nobody has them."""
 
 import json
 import math
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles.cases import CASES, inputs, ours
+from oracles.cases import CASES, inputs, loss_tokens, ours
 
 from slipstream.conf.schema import SHIPPED_LOSSES, AlgorithmConfig, KlEstimator
-from slipstream.trainer.step.kl import kl_estimates
-from slipstream.trainer.step.surrogates import LOSSES, LossTokens
+from slipstream.trainer.step.mismatch import kl_estimates
+from slipstream.trainer.step.surrogates import LOSSES
 
 RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 
@@ -24,17 +24,7 @@ def test_losses_and_gradients_equal_those_of_other_trainers(name):
 
 
 def tokens_of(logprobs, old, advantages, lengths):
-    n = len(logprobs)
-    zeros = torch.zeros(n, dtype=torch.float64)
-    sizes = torch.tensor(lengths)
-    return LossTokens(
-        logprobs_N=logprobs, old_logprobs_N=old, rollout_logprobs_N=old, advantages_N=advantages, weights_N=zeros + 1,
-        entropy_N=zeros, ref_logprobs_N=None,
-        sequence_index_N=torch.repeat_interleave(torch.arange(len(lengths)), sizes),
-        sequence_lengths_N=torch.repeat_interleave(sizes, sizes),
-        positions_N=torch.cat([torch.arange(size) for size in lengths]),
-        staleness_N=torch.zeros(n, dtype=torch.int64),
-    )  # fmt: skip
+    return loss_tokens(lengths, logprobs, old_logprobs_N=old, advantages_N=advantages)
 
 
 def test_the_cases_reach_both_sides_of_every_bound():

@@ -23,8 +23,7 @@ from slipstream.conf.architecture.moe_spec import MoeSpec
 from slipstream.conf.schema import AlgorithmConfig, Normalization, ParityConfig, TrainerConfig, TrainMode
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.rank import TrainerRank
-from slipstream.trainer.step.microbatches import pack
-from slipstream.trainer.step.warm_up import full_microbatch, made_up_samples
+from slipstream.trainer.step.microbatches import full_microbatch, made_up_samples, pack
 
 KL = AlgorithmConfig(kl_coef=0.1)
 
