@@ -243,7 +243,7 @@ def test_the_rate_of_an_update_is_that_of_its_number_also_after_a_resume_and_a_r
 def test_a_rank_decides_by_the_sums_of_all_ranks(monkeypatch, values, loss, others, norm, is_finite):
     """Its own gradient is 3, if it has one. Of the other ranks come a sum of squares, and how many losses are bad."""
     learner, told = make(OptimConfig(max_grad_norm=1.0, warmup_steps=1), values.clone()), []
-    learner._group = object()
+    learner._group = group = object()  # type: ignore[assignment]
 
     def all_reduce(total, *, group):
         told.append((total.tolist(), group))
@@ -253,7 +253,7 @@ def test_a_rank_decides_by_the_sums_of_all_ranks(monkeypatch, values, loss, othe
     result = step(learner, torch.full_like(values, 3.0), loss=loss)
     if not values.numel():
         norm = 4.0 if norm == 5.0 else norm
-    assert told == [([9.0 * values.numel(), float(not math.isfinite(loss))], learner._group)]
+    assert told == [([9.0 * values.numel(), float(not math.isfinite(loss))], group)]
     assert (result.grad_norm, result.is_finite) == (pytest.approx(norm, nan_ok=True), is_finite)
     assert learner.num_updates == learner.policy_version == int(is_finite)
     if is_finite and values.numel():

@@ -1,4 +1,5 @@
-"""Promises of trainer/step/surrogates.py, and of estimates of KL: TRL's and verl's values, and formulas where nobody has them."""
+"""Promises of trainer/step/surrogates.py, and of estimates of KL: TRL's and verl's values, and formulas where nobody
+has them."""
 
 import json
 import math
