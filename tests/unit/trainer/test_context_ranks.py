@@ -9,10 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.eager_pass import EagerGraphs
-from cases.rank_helpers import MOE_CONFIG, VOCAB, count, fill_adapters, join_ranks, local_gradients, make_rank, spawn
+from cases.rank_helpers import (
+    MOE_CONFIG,
+    VOCAB,
+    are_equal,
+    count,
+    fill_adapters,
+    join_ranks,
+    local_gradients,
+    make_rank,
+    save_state,
+    spawn,
+    trained,
+    values_of,
+)
 from cases.tiny_configs import DEEPSEEK, DENSE, GEMMA3, MISTRAL
 
 from slipstream.conf.schema import AlgorithmConfig, Normalization, TrainMode
+from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.model import context, shard_decoder
 from slipstream.trainer.parallel import ParallelLayout
 from slipstream.trainer.rank import TrainerRank
@@ -30,7 +44,8 @@ WORLDS = {
         ("moe", 2, 2, ""), ("moe", 1, 2, "full"), ("dense", 1, 2, ""), ("latent", 1, 2, ""), ("window", 1, 2, ""),
         ("two windows", 1, 2, "full"), ("moe", 1, 2, "shifted"), ("moe", 1, 2, "dropped"),
         ("moe", 2, 2, "by layer"), ("dense", 1, 2, "full by layer"),
-        ("moe", 2, 1, "replayed"), ("dense", 1, 1, "full replayed"), ("moe", 2, 1, "replayed until one rank fails"),
+        ("moe", 2, 1, ""), ("moe", 1, 1, "full"), ("moe", 2, 1, "replayed"), ("dense", 1, 1, "full replayed"),
+        ("moe", 2, 1, "replayed until one rank fails"),
     ],
     4: [("moe", 4, 4, ""), ("latent", 4, 2, ""), ("moe", 2, 4, "mixed"), ("moe", 2, 2, "mixed")],
 }  # fmt: skip
@@ -111,7 +126,7 @@ def load(kind: str, model: str, *place: Any, **sizes: int) -> TrainerRank:
 
 
 def work(
-    rank: int, world_size: int, rendezvous: str, _: Path, model: str, ep_size: int, cp_size: int, kind: str
+    rank: int, world_size: int, rendezvous: str, folder: Path, model: str, ep_size: int, cp_size: int, kind: str
 ) -> dict[str, Any]:
     """One process of one layout."""
     made = load(kind, model, rank, world_size, rendezvous, ep_size=ep_size, cp_size=cp_size)
@@ -128,7 +143,30 @@ def work(
     found["step"] = made.optimizer_step()
     found["replays"] = None if graphs is None else graphs.num_replays
     context.ContextCut.of, context._sum_of_ranks = originals
+    found |= refusals(made, rank, folder, [[samples_of()[i] for i in members] for members in plan[rank]])
     made.shutdown()
+    return found
+
+
+def refusals(made: TrainerRank, rank: int, folder: Path, batch: list[list[Sample]]) -> dict[str, Any]:
+    """What becomes of an update whose gradient is no number on one rank, of a state that all go back to, and of a call
+    in which one rank brings a microbatch less than the others."""
+    before, counts = values_of(made), count(samples_of(), 1)
+    made.forward_backward(batch, counts)
+    if rank == 1:
+        next(p for _, p in trained(made) if p.grad is not None).grad.mul_(float("nan"))
+    refused = made.optimizer_step()
+    found: dict[str, Any] = {"refused": (refused.is_finite, refused.policy_version, are_equal(before, values_of(made)))}
+    save_state(made, folder / "state")
+    made.forward_backward(batch, counts)
+    made.optimizer_step()
+    moved = not are_equal(before, values_of(made))
+    made.states.load_state(folder / "state")
+    found["went back"] = moved and made.policy_version == 1 and are_equal(before, values_of(made))
+    try:
+        made.forward_backward(batch[min(rank, 1) :], counts)
+    except TrainerError as error:
+        found["disagreement"] = str(error)
     return found
 
 
@@ -188,5 +226,7 @@ def test_shared_sequences_train_like_whole_ones(ranks: Any, case: tuple[int, str
     assert [part["replays"] for part in parts] == [expected_replays] * size
     assert {index for part in parts for index, *_ in part["scores"]} == set(range(len(LENGTHS)))
     assert all(part["step"].is_finite for part in parts)
+    assert all((part["refused"], part["went back"]) == ((False, 1, True), True) for part in parts)
+    assert all("hold other microbatches" in part["disagreement"] for part in parts)
     norms = [part["step"].grad_norm for part in parts]
     assert norms == pytest.approx([want["step"].grad_norm] * size, rel=1e-5)

@@ -2,28 +2,21 @@
 
 import gc
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cases.rank_helpers import (
-    MOE_CONFIG,
     SYNC_KEY,
     are_equal,
     count,
     fill_adapters,
-    join_ranks,
     local_gradients,
     make_rank,
     make_samples,
-    save_state,
-    spawn,
     step,
-    trained,
     values_of,
 )
-from cases.route_cases import own_routes
 from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 
@@ -33,10 +26,6 @@ from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.types import Denominators
 from slipstream.weight_sync.pipeline.packing import Packet
 
-LAYOUTS = {
-    "uneven": [[[0], [3, 1]], [[2], [4]]],
-    "one rank has only empty microbatches": [[[0, 1], [2], [3, 4]], [[], [], []]],
-}
 KL = AlgorithmConfig(kl_coef=0.1, normalization=Normalization.sequence)
 
 
@@ -45,79 +34,6 @@ def train_once(rank: TrainerRank, assignment: list[list[int]]):
     samples = make_samples()
     stats = rank.forward_backward([[samples[i] for i in members] for members in assignment], count(samples))
     return stats, local_gradients(rank)
-
-
-def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, mode: TrainMode) -> dict:
-    """One process: every layout in turn, then a refused step and a resumed one."""
-    algorithm = KL if mode is TrainMode.full else AlgorithmConfig()
-    trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, mode=mode, algorithm=algorithm)
-    fill_adapters(trainer, world_size)
-    trainer.warm_up([3, 4])  # of which nothing below may show
-    result: dict = {}
-    for name, assignments in LAYOUTS.items():
-        stats, gradients = train_once(trainer, assignments[rank])
-        result[name] = (stats.sums, stats.maxima, gradients)
-        trainer.decoder.zero_grad()
-    before = values_of(trainer)
-    train_once(trainer, LAYOUTS["uneven"][rank])
-    if rank == 1:
-        next(p for _, p in trained(trainer) if p.grad is not None).grad.mul_(float("nan"))
-    refused = trainer.optimizer_step()
-    result["refused"] = (refused.is_finite, refused.policy_version, are_equal(before, values_of(trainer)))
-
-    train_once(trainer, LAYOUTS["uneven"][rank])
-    result["norm"] = trainer.optimizer_step().grad_norm
-    save_state(trainer, folder / "state")
-    states = []
-    for _ in range(2):
-        trainer.states.load_state(folder / "state")
-        samples = make_samples(version=1)
-        trainer.forward_backward([[samples[i] for i in m] for m in LAYOUTS["uneven"][rank]], count(samples, 1))
-        trainer.optimizer_step()
-        states.append(values_of(trainer))
-    result["resumed alike"] = are_equal(*states)
-
-    try:  # rank 1 brings one microbatch less
-        samples = make_samples(version=2)
-        trainer.forward_backward([[samples[0]]] * (2 - rank), count(samples, 2))
-    except TrainerError as error:
-        result["disagreement"] = str(error)
-    trainer.shutdown()
-    return result
-
-
-CASES = [(2, TrainMode.lora), (1, TrainMode.full)]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """Case -> what each of two ranks returned."""
-    return dict(zip(CASES, spawn(work, 2, tmp_path_factory.mktemp("ranks"), CASES), strict=True))
-
-
-@pytest.mark.parametrize(("ep_size", "mode"), CASES, ids=["lora-ep2", "full-fsdp2"])
-def test_two_ranks_train_like_one(two_ranks, ep_size, mode):
-    parts = two_ranks[ep_size, mode]
-    single = make_rank(mode=mode, algorithm=KL if mode is TrainMode.full else None)
-    fill_adapters(single, 1)
-    stats, gradients = train_once(single, [[0, 1, 2, 3, 4]])
-    want = {name: grad for name, (_, grad) in gradients.items()}
-    for name in LAYOUTS:
-        got = join_ranks([part[name][2] for part in parts])
-        assert got.keys() == want.keys()
-        for parameter, grad in want.items():
-            error = (got[parameter] - grad).norm() / grad.norm().clamp(min=1e-12)
-            assert error < 1e-5, (name, parameter, error)
-        sums = {key: sum(part[name][0].get(key, 0.0) for part in parts) for key in stats.sums}
-        assert sums == pytest.approx(stats.sums, rel=1e-5, abs=1e-5)
-        for key in ("parity/log_ratio_max", "parity/log_ratio_max_stale"):
-            assert max(part[name][1][key] for part in parts) == pytest.approx(stats.maxima[key], rel=1e-4)
-    norm = torch.stack([grad.double().norm() for grad in want.values()]).norm().item()
-    for part in parts:
-        assert part["refused"] == (False, 0, True)
-        assert part["norm"] == pytest.approx(norm, rel=1e-5)
-        assert part["resumed alike"]
-        assert "hold other microbatches" in part["disagreement"]
 
 
 def test_loss_and_gradients_do_not_depend_on_the_microbatch_split():
@@ -348,38 +264,3 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself():
         for endpoint in endpoints:
             endpoint.close()
     assert transport.most == 1, "staging of one publisher at a time"
-
-
-def test_recorded_routes_are_replayed_and_those_that_the_trainer_would_not_choose_are_counted() -> None:
-    """Its own choice, given back by hand, changes no gradient; another choice changes them. Two layers, two experts per
-    token; samples of 4, 6, ... tokens, of which the last has no route."""
-    rank, samples = make_rank(0, 1, ""), make_samples(3)
-    fill_adapters(rank, 1)
-    with own_routes(rank.decoder) as layers:
-        free = rank.forward_backward([samples], count(samples))
-    gradients = local_gradients(rank)
-    assert "parity/num_routings" not in free.sums
-    experts = torch.stack(layers, dim=1).numpy().astype(np.uint8)
-    given, start = [], 0
-    for sample in samples:
-        rows = slice(start, start + sample.num_tokens)
-        has_route = np.arange(sample.num_tokens) < sample.num_tokens - 1
-        given.append(replace(sample, routed_experts=experts[rows], has_route=has_route))
-        start = rows.stop
-
-    rank.decoder.zero_grad()
-    found = rank.forward_backward([given], count(samples))
-    assert found.sums["parity/num_routings"] == (3 + 5 + 7) * 2 * 2
-    assert found.sums["parity/num_flipped"] == 0
-    assert found.sums["loss/total_sum"] == free.sums["loss/total_sum"]
-    assert all(torch.equal(grad, gradients[name][1]) for name, (_, grad) in local_gradients(rank).items())
-
-    other = [
-        replace(sample, routed_experts=(sample.routed_experts + 1) % MOE_CONFIG["num_experts"]) for sample in given
-    ]
-    rank.decoder.zero_grad()
-    found = rank.forward_backward([[other[0], samples[2]], [other[1]]], count(samples))
-    assert found.sums["parity/num_routings"] == (3 + 5) * 2 * 2
-    assert 0 < found.sums["parity/num_flipped"] <= (3 + 5) * 2 * 2
-    assert found.sums["loss/total_sum"] != free.sums["loss/total_sum"]
-    rank.shutdown()

@@ -5,25 +5,29 @@ Here the operations are plain torch; vLLM's own are compared with an engine in t
 
 import pytest
 import torch
-from cases.tiny_configs import DENSE, MIXED, MOE
+from cases.tiny_configs import DEEPSEEK, DENSE, MIXED, MOE
 from cases.tiny_models import (
-    base_logits_of,
+    by_place,
     logits_of,
     logprob_gradients,
     make_decoder,
     packed,
-    probe_loss,
     relative_error,
     trainer_config,
 )
 from fakes.torch_operations import TorchOperations
 from torch import Tensor
 
-from slipstream.conf.schema import TrainMode
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import AttentionValues, TrainMode
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
-from slipstream.trainer.engine_ops.engine_forward import EngineForward
+from slipstream.trainer.engine_ops.engine_forward import EngineForward, choose_forward
+from slipstream.trainer.engine_ops.vllm_attention import refusal_of_engine_attention
+from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.lora import Linear
 from slipstream.weight_sync.layout import Region
+
+CPU, SPEC = torch.device("cpu"), read_config(DENSE)
 
 
 def forward_of(operations: TorchOperations, ranks: int = 1) -> EngineForward:
@@ -56,13 +60,6 @@ def test_gradients_use_the_experts_that_the_operations_chose():
     (experts,) = operations.chosen
     touched = grads["model.layers.0.mlp.experts.down_lora_B"].flatten(1).abs().sum(1) > 0
     assert set(touched.nonzero()[:, 0].tolist()) == set(experts.flatten().tolist())
-
-
-def test_a_switched_off_adapter_adds_nothing():
-    batch = packed()
-    bare, mine = make_decoder(MOE, trainer_config(TrainMode.full)), make_decoder(MOE, by=forward_of(TorchOperations()))
-    assert relative_error(base_logits_of(mine, batch), logits_of(bare, batch)) < 1e-4
-    assert probe_loss(logits_of(mine, batch), batch[0]) != probe_loss(logits_of(bare, batch), batch[0])
 
 
 def test_two_engine_ranks_round_their_products_before_they_are_added():
@@ -142,3 +139,35 @@ def test_weights_have_the_bits_that_a_publish_writes(config):
     assert len(operations.weights) == len(wanted)
     for mine, other in zip(operations.weights, wanted, strict=True):
         assert torch.equal(mine, other)
+
+
+def test_a_node_that_cannot_run_it_says_so_once_or_takes_its_own() -> None:
+    """Asked for, it is refused with one message; by default the trainer's own is taken, and the log says why."""
+    own = "the trainer's own"
+    for values, told in ((AttentionValues.own, own), (AttentionValues.auto, f"{own} (the trainer has no GPU)")):
+        by = choose_forward(SPEC, torch.bfloat16, trainer_config(numerics=by_place(attention=values)), CPU)
+        decoder = make_decoder(DENSE, dtype=torch.bfloat16, by=by)
+        assert decoder.backends == {"attention": "padded", "attention values": told}
+    asked = trainer_config(numerics=by_place(attention=AttentionValues.engine))
+    with pytest.raises(TrainerError, match="engine's kernel cannot be had: the trainer has no GPU"):
+        choose_forward(SPEC, torch.bfloat16, asked, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "major", "reason"),
+    [
+        ({}, torch.float32, 9, "model.dtype=float32 is not one of bfloat16, float16"),
+        ({}, torch.bfloat16, 8, "is for Hopper GPUs, this one has compute capability 8.0"),
+        ({"head_dim": 20}, torch.bfloat16, 9, "heads of width 20"),
+        ({"head_dim": 512}, torch.bfloat16, 9, "heads of width 512"),
+        (DEEPSEEK, torch.bfloat16, 9, "heads of width 20"),
+        ({"head_dim": 128}, torch.bfloat16, 9, "vLLM's attention cannot be imported where the trainer runs"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_each_reason_is_told(change: dict[str, object], dtype: torch.dtype, major: int, reason: str) -> None:
+    """The last one is of a machine whose vLLM has no kernels for GPUs."""
+    if torch.cuda.is_available() and reason.startswith("vLLM"):
+        pytest.skip("this machine's vLLM has kernels for GPUs")
+    told = refusal_of_engine_attention((major, 0), dtype, read_config({**DENSE, **change}).attentions[0])
+    assert told is not None and reason in told

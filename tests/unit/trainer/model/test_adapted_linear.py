@@ -1,9 +1,12 @@
-"""Promises of trainer/lora.py about numbers: adapters count although their products are below a step of the outputs."""
+"""Promises of trainer/lora.py, and of which parameters train: adapters count although their products are below a step
+of the outputs, start as nothing, and switch off."""
 
 import pytest
 import torch
+from cases.tiny_configs import MIXED, MOE
+from cases.tiny_models import base_logits_of, logits_of, make_decoder, packed, trainer_config
 
-from slipstream.conf.schema import LoraConfig
+from slipstream.conf.schema import LoraConfig, TrainMode
 from slipstream.trainer.lora import Linear, apply_together
 
 
@@ -57,3 +60,31 @@ def test_beside_engines_with_slots_the_base_is_rounded_first_as_theirs_is():
     base, low = x @ linear.weight.t(), x @ linear.lora_A.bfloat16().t()
     (out,) = apply_together([linear], x, rounds_base_first=True)
     assert torch.equal(out, base.addmm(low, linear.lora_B.bfloat16().t()))
+
+
+def test_adapters_start_as_nothing_and_a_forward_without_them_is_the_base_policys():
+    batch = packed()
+    base = logits_of(make_decoder(MIXED, trainer_config(TrainMode.full)), batch)
+    assert torch.equal(logits_of(make_decoder(MIXED, nonzero_b=False), batch), base)
+    decoder = make_decoder(MIXED)
+    adapted = logits_of(decoder, batch)
+    assert torch.equal(base_logits_of(decoder, batch), base)
+    assert torch.equal(logits_of(decoder, batch), adapted) and not torch.equal(adapted, base)
+
+
+def test_only_adapters_train_in_float32_on_a_base_in_the_models_format():
+    decoder = make_decoder(MIXED, dtype=torch.bfloat16)
+    for name, parameter in decoder.named_parameters():
+        is_adapter = "lora_" in name
+        assert parameter.requires_grad is is_adapter, name
+        assert parameter.dtype is (torch.float32 if is_adapter else torch.bfloat16), name
+    assert decoder(*packed()).dtype is torch.bfloat16
+
+
+def test_full_training_trains_all_but_the_router_in_float32():
+    for train_router in (False, True):
+        decoder = make_decoder(MOE, trainer_config(TrainMode.full, train_router=train_router), dtype=torch.bfloat16)
+        for name, parameter in decoder.named_parameters():
+            assert parameter.dtype is torch.float32, name
+            assert parameter.requires_grad is (train_router or not name.endswith("mlp.gate.weight")), name
+        assert decoder(*packed()).dtype is torch.bfloat16

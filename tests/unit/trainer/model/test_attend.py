@@ -20,6 +20,7 @@ from slipstream.trainer.model.attention.flash_attention import (
     AttentionCall,
     KeptAttention,
     cut_out,
+    cut_out_log_sums,
     padded_length,
     put_back,
     runs_of_equal_length,
@@ -59,14 +60,6 @@ def test_long_is_about_the_mean(lengths, is_long):
     starts = torch.tensor([0, *lengths]).cumsum(0)
     assert PackedSequences.from_cu_seqlens(starts, sum(lengths), torch.device("cpu")).is_long is is_long
     assert not PackedSequences.from_cu_seqlens(torch.tensor([0]), 0, torch.device("cpu")).is_long
-
-
-def test_results_are_kept_for_one_recomputation():
-    kept = KeptAttention()
-    assert kept.take() is None
-    kept.put("results")
-    assert kept.take() == "results"
-    assert kept.take() is None
 
 
 @pytest.mark.parametrize(
@@ -191,3 +184,26 @@ def test_varlen_takes_no_values_that_are_wider_than_keys(
     heads = SimpleNamespace(sinks=False, num_heads=2, num_kv_heads=2, qk_head_dim=key_dim, v_head_dim=value_dim)
     chosen = attend_module.choose_attention_backend(torch.device("cuda"), torch.bfloat16, cast(Any, heads))
     assert chosen == expected
+
+
+def test_log_sums_are_cut_out_as_the_rows_they_belong_to() -> None:
+    """For cuDNN, which takes sequences of one length at a time; zeros where it pads."""
+    starts, rows = (0, 130, 260, 260, 300), torch.randn(300, 4)
+    for part, run in zip(cut_out_log_sums(rows.t(), starts), runs_of_equal_length(starts), strict=True):
+        assert part.is_contiguous()
+        assert torch.equal(part, cut_out(rows[..., None], run))
+
+
+def test_a_recomputed_layer_takes_the_kept_values() -> None:
+    """Checkpointing does not call the kernel again: what backward starts from are the first call's values."""
+    q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, 3, 7]), 7, torch.device("cpu"))
+    call, calls = AttentionCall(sequences, 0.3, kept=KeptAttention()), []
+
+    def kernel(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(given)
+        return engine_kernel(*given)
+
+    first, again = (attend(q, k, v, call, AttentionBackend.padded, kernel) for _ in range(2))
+    assert len(calls) == 1 and torch.equal(first, again)
+    assert call.kept is not None and call.kept.take() is None

@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.trainer.model.attention import attend as attend_module
 from slipstream.trainer.model.attention.attend import AttentionBackend, attend
 from slipstream.trainer.model.attention.chunk_attention import chunk_attention, chunks_of
-from slipstream.trainer.model.attention.flash_attention import AttentionCall, KeptAttention, padded_length
+from slipstream.trainer.model.attention.flash_attention import AttentionCall, padded_length
 from slipstream.trainer.model.context import Piece, _laid_out
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
@@ -64,15 +64,6 @@ def test_a_rectangle_has_a_length_that_is_not_padded_and_leaves_few_keys_over(ch
     for one in chunks_of(call):
         assert one.num_first == 0 or padded_length(one.num_first) == one.num_first
         assert 0 <= one.num_empty < max(128, one.num_first / 7)
-
-
-def test_a_recomputation_takes_the_results_that_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_stand_ins(monkeypatch)
-    call = AttentionCall(laid_out([(200, 100)]), 1.0, kept=KeptAttention())
-    *qkv, _ = drawn(call.sequences)
-    first = chunk_attention(qkv[0], qkv[1], qkv[2], call)
-    monkeypatch.delattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention")
-    assert torch.equal(chunk_attention(qkv[0], qkv[1], qkv[2], call), first)
 
 
 @pytest.mark.parametrize("fault", [None, "refuses", "other values"])

@@ -7,7 +7,7 @@ import torch
 from cases.tiny_models import AS_TRANSFORMERS
 
 from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
-from slipstream.conf.schema import Roundings, RoutedScale, RouterFormat, RouterLogits
+from slipstream.conf.schema import RoutedScale, RouterFormat, RouterLogits
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.grouped import (
@@ -305,14 +305,6 @@ def test_weights_or_their_sum_are_multiplied_by_the_models_factor(place, factors
         sums_T = router(torch.randn(3, 64)).weights_TK.sum(-1)
     assert (router.factor_of_weights, router.factor_of_output) == factors
     assert sums_T.tolist() == pytest.approx([factors[0]] * 3)
-
-
-def test_what_gemmas_router_multiplies_by_is_in_the_models_format():
-    moe = MoeSpec(
-        num_experts=4, top_k=2, intermediate_size=8, norm_topk_prob=True, layers=(True,), is_beside_dense=True
-    )
-    router = Router(moe, 64, weight_dtype=torch.bfloat16, numerics=Roundings())
-    assert [parameter.dtype for parameter in router.parameters()] == [torch.bfloat16] * 3
 
 
 @pytest.mark.parametrize("top_groups", [1, 2, 4])

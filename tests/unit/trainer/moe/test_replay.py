@@ -1,15 +1,10 @@
 """Promise of trainer/moe/replay.py: recorded experts are used, in every layer and every pass over it, with the weights
 that the trainer's own router gives to them."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from cases.parallel_worker import Scenario, gradients
-from cases.processes import run_processes
 from cases.route_cases import drawn_routes, own_routes, recorded
 from cases.tiny_configs import DEEPSEEK, GEMMA4_MOE, GLM, GLM_LITE, GPT_OSS, MINIMAX, MIXED, MOE, QWEN3_NEXT
 from cases.tiny_models import (
@@ -29,7 +24,6 @@ from slipstream.conf.architecture.moe_spec import MoeSpec, RouterScore
 from slipstream.conf.schema import Activations, MlaNormEps, TrainMode
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.replay import RecordedRoutes
-from slipstream.trainer.parallel import ParallelLayout
 
 FAMILIES = {
     "qwen3": MOE,
@@ -59,8 +53,6 @@ def step(decoder: Decoder, batch: Any, routes: RecordedRoutes | None = None) -> 
         parameter.grad = None
     logits = logits_of(decoder, batch, routes)
     probe_loss(logits, batch[0]).backward()
-    if dist.is_initialized():
-        return {"logits": logits.detach(), **gradients(decoder)}
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
     return {"logits": logits.detach(), **grads}
 
@@ -177,67 +169,3 @@ def test_a_frozen_router_gets_no_gradient():
     step(decoder, batch, recorded(drawn_routes(decoder.spec, len(batch[0]))))
     frozen = [p for name, p in decoder.named_parameters() if ".mlp.gate." in name]
     assert frozen and not any(p.requires_grad or p.grad is not None for p in frozen)
-
-
-# ------------------------------------------------------------------------------------------------- expert parallelism
-
-SCENARIOS = [
-    Scenario(
-        f"{family}_{mode}", 2, ((0, 1), (2, 3)), mode=mode, hf_config=FAMILIES[family], checkpointing=checkpointing
-    )
-    for family, mode, checkpointing in (
-        ("qwen3", TrainMode.lora, True),
-        ("qwen3_with_a_dense_layer", TrainMode.full, False),
-        ("deepseek", TrainMode.lora, False),
-        ("deepseek", TrainMode.full, True),
-        ("gpt_oss", TrainMode.full, True),
-    )
-]
-
-
-def forced(scenario: Scenario, decoder: Decoder, sequences: tuple[int, ...]) -> RecordedRoutes:
-    """Routes drawn by sequence, so that every layout sees the same."""
-    parts = [drawn_routes(decoder.spec, scenario.lengths[index], seed=index) for index in sequences]
-    return recorded([torch.cat(layer) for layer in zip(*parts, strict=True)])
-
-
-def on_a_rank(rank: int, world_size: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    try:
-        results = {}
-        for scenario in SCENARIOS:
-            decoder = scenario.decoder(ParallelLayout.create(world_size, scenario.ep_size, rank, torch.device("cpu")))
-            sequences = scenario.sequences[rank]
-            batch = scenario.batch(sequences)
-            with own_routes(decoder) as layers:
-                free = step(decoder, batch)
-            again = step(decoder, batch, recorded(layers))
-            other = step(decoder, batch, forced(scenario, decoder, sequences))
-            results[scenario.name] = {"differing": differing(again, free), "forced": other}
-        torch.save(results, f"{folder}/rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    run_processes(on_a_rank, (2, str(folder)), 2)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
-def test_two_ranks_that_share_the_experts_replay_as_one_does(ranks, scenario):
-    assert [rank[scenario.name]["differing"] for rank in ranks] == [[], []]
-    decoder = scenario.decoder()
-    alone = step(decoder, scenario.batch((0, 1, 2, 3)), forced(scenario, decoder, (0, 1, 2, 3)))
-    free = step(decoder, scenario.batch((0, 1, 2, 3)))
-    logits = torch.cat([rank[scenario.name]["forced"]["logits"] for rank in ranks])
-    assert relative_error(logits, alone["logits"]) < 1e-6
-    assert relative_error(logits, free["logits"]) > 1e-2
-    for rank in ranks:
-        found = rank[scenario.name]["forced"]
-        errors = {name: relative_error(found[name], alone[name]) for name in alone if name != "logits"}
-        assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])

@@ -92,11 +92,6 @@ def test_bounds_that_nobody_set_are_those_of_the_methods_source(correction: Corr
     assert grad == pytest.approx([-weights[0] / 3, -weights[1] / 3, weights[2] / 3], rel=1e-6)
 
 
-def test_a_geometric_mean_is_over_the_tokens_of_its_own_sequence() -> None:
-    _, grad = loss_of(TWO, AlgorithmConfig(correction=Correction.geometric_mis, correction_min=0.1, correction_max=3.0))
-    assert grad == pytest.approx([-(4.5**0.5) / 3, -(4.5**0.5) / 3, 0.2 / 3], rel=1e-6)
-
-
 def test_mask_threshold_leaves_tokens_out_of_a_clipped_ratio_too() -> None:
     """|d| = ln 3, ln 1.5 and ln 5. Above 1.05 are the first and the last; the clip at 1.28 stops the second one."""
     algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.rollout, correction=Correction.none)

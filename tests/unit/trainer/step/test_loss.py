@@ -62,47 +62,6 @@ def run(
     return result, logprobs.grad.tolist()
 
 
-def test_trainer_baseline_weighs_by_the_truncated_ratio():
-    """exp(d) = 1.5, 3, 0.5 with correction_max 2: weights 1.5, 2, 0.5. Loss = -(1.5*1 + 2*1 + 0.5*-2) / 3 = -2.5/3; d
-    loss / d logp = -w A / 3.
-    """
-    rollout = [-1.0, -2.0, -1.0]
-    logprobs = [-1.0 + LN(1.5), -2.0 + LN(3), -1.0 + LN(0.5)]
-    result, grad = run(TRAINER, logprobs, rollout, [1.0, 1.0, -2.0])
-    assert result.loss.item() == pytest.approx(-2.5 / 3, rel=1e-6)
-    assert grad == pytest.approx([-0.5, -2 / 3, 1 / 3], rel=1e-6)
-    assert result.sums["correction/weight_sum"].item() == pytest.approx(4.0)
-    assert result.sums["correction/num_truncated"].item() == 1
-    assert result.sums["policy/ratio_sum"].item() == pytest.approx(5.0)
-
-
-def test_rollout_baseline_clips_higher_and_lower_on_the_right_side():
-    """Ratios and advantages, bounds 0.8 and 1.28; term = min(r A, clip(r) A):
-    1.5, +1 -> 1.28 clipped high, no gradient      1.5, -1 -> -1.5 kept, gradient
-    0.5, -1 -> -0.8 clipped low, no gradient       0.5, +1 ->  0.5 kept, gradient
-    1.2, +1 ->  1.2 inside                         2.0, +1 ->  1.28 clipped high, no gradient
-    Loss = -(1.28 - 1.5 - 0.8 + 0.5 + 1.2 + 1.28) / 6. d(-r A)/d logp = -r A / 6 where kept: .25, -.5 / 6, -.2."""
-    ratios = [1.5, 1.5, 0.5, 0.5, 1.2, 2.0]
-    result, grad = run(ROLLOUT, [LN(r) - 1 for r in ratios], [-1.0] * 6, [1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
-    assert result.loss.item() == pytest.approx(-1.96 / 6, rel=1e-6)
-    assert grad == pytest.approx([0.0, 0.25, 0.0, -0.5 / 6, -0.2, 0.0], rel=1e-6)
-    assert result.sums["policy/num_clipped_high"].item() == 2
-    assert result.sums["policy/num_clipped_low"].item() == 1
-
-
-def test_reference_kl_is_k3_of_reference_over_policy():
-    """x = log ref - log pi = ln 2: k3 = 2 - ln 2 - 1 = 0.306853; its derivative by log pi is 1 - exp(x) = -1.
-    kl_coef 0.1, one token.
-    """
-    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.none, kl_coef=0.1)
-    result, grad = run(algorithm, [-2.0], [-2.0], [0.0], ref=[-2.0 + LN(2)])
-    assert result.loss.item() == pytest.approx(0.1 * (1 - LN(2)), rel=1e-6)
-    assert grad == pytest.approx([-0.1], rel=1e-6)
-    assert result.sums["kl/ref_k3_sum"].item() == pytest.approx(1 - LN(2))
-    with pytest.raises(ValueError, match="kl_coef"):
-        run(algorithm, [-2.0], [-2.0], [0.0])
-
-
 def test_kl_in_the_reward_is_measured_and_has_no_gradient():
     """It was subtracted from the rewards; here it would count twice. The metric is k3 by whatever is estimated."""
     for estimator in KlEstimator:
@@ -185,18 +144,6 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
         }
         ratio = (given["old_logprobs_N"] - given["rollout_logprobs_N"]).exp()
         assert weights.tolist() == pytest.approx((ratio if algorithm is TRAINER else torch.ones(2)).tolist())
-
-
-def test_token_and_sequence_normalization():
-    """Sequences of 1 and 3 tokens, A = 1 and 2, on-policy. Token: -(1 + 6)/4. Sequence: -(1/1 + 6/3)/2 = -1.5."""
-    counts = Denominators(num_valid_tokens=4, num_sequences=2, policy_version=0)
-    arguments = ([-1.0] * 4, [-1.0] * 4, [1.0, 2.0, 2.0, 2.0])
-    by_token, _ = run(TRAINER, *arguments, sizes=[1, 3], counts=counts)
-    algorithm = AlgorithmConfig(normalization=Normalization.sequence)
-    by_sequence, grad = run(algorithm, *arguments, sizes=[1, 3], counts=counts)
-    assert by_token.loss.item() == pytest.approx(-1.75, rel=1e-6)
-    assert by_sequence.loss.item() == pytest.approx(-1.5, rel=1e-6)
-    assert grad == pytest.approx([-0.5, -1 / 3, -1 / 3, -1 / 3], rel=1e-6)
 
 
 def test_constant_normalization_knows_nothing_of_lengths():

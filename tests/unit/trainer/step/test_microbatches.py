@@ -73,14 +73,6 @@ def test_cost_of_attention_counts_in_the_balance():
     assert sorted(len(microbatches[0]) for microbatches in ranks) == [1, 3]
 
 
-def test_fewer_samples_than_ranks_leave_empty_microbatches():
-    assert sorted(pack([5], num_ranks=3, max_tokens=8)) == [[[]], [[]], [[0]]]
-
-
-def test_no_samples_make_no_microbatches():
-    assert pack([], num_ranks=2, max_tokens=8) == [[], []]
-
-
 def test_a_stuck_spread_falls_back_to_first_fit():
     """Bins of 10: first-fit-decreasing fits 5 5 | 4 3 3 in two. By cost: 5 | 5, then 4 | ., 3 joins the other,
     and the last 3 finds 9 and 8 used: no room. The fallback keeps two microbatches."""
