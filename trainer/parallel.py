@@ -1,7 +1,7 @@
 """Meshes, and what a rank holds of a parameter.
 
     ranks   0 1 2 3   (num_ranks = 4, ep_size = 2)
-    ep      [0 1] [2 3]     an ep group holds every expert once, in nearly equal shares (moe/expert_placement.py)
+    ep      [0 1] [2 3]     an ep group holds every expert once, in nearly equal shares (moe/block.py)
     expert  [0 2] [1 3]     FSDP2 shards an expert bank over the ranks with the same ep_rank
     dense   [0 1 2 3]       everything else is sharded over all ranks, except frozen vectors, which every rank holds
     cp      [0 1] [2 3]     with cp_size = 2: a cp group trains the same microbatches, each rank its tokens of them

@@ -2,7 +2,7 @@
 
     h = (clamp(up, -limit, limit) + up_offset) * g * sigmoid(alpha * (g + cubic * g^3)),   g = min(gate, limit)
 
-Any other formula needs a change in trainer/kernels/experts/swiglu.py and swiglu_kernels.py, which compute this one.
+Any other formula needs a change in trainer/kernels/experts/swiglu.py, which computes this one.
 """
 
 import math

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import AttentionValues, TrainMode
 from slipstream.trainer.engine_ops.engine_forward import choose_forward
-from slipstream.trainer.engine_ops.vllm_attention import VllmAttention
+from slipstream.trainer.engine_ops.vllm_operations import VllmAttention
 from slipstream.trainer.model.attention.attend import AttentionBackend, attend
 from slipstream.trainer.model.attention.flash_attention import AttentionCall, KeptAttention
 from slipstream.trainer.model.packed_sequences import PackedSequences

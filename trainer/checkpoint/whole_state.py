@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.trainer.errors import CheckpointError
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable
-from slipstream.trainer.moe.expert_placement import expert_shares
+from slipstream.trainer.moe.block import expert_shares
 
 
 @torch.no_grad()

@@ -31,16 +31,15 @@ from slipstream.trainer.engine_ops.published import (
     published_linears,
 )
 from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
-from slipstream.trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
-from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
+from slipstream.trainer.engine_ops.vllm_operations import VllmAttention, VllmOperations, refusal_of_engine_attention
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attention.flash_attention import EngineKernel
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
+from slipstream.trainer.model.build import RMSNorm
 from slipstream.trainer.model.feed_forward import DenseMlp
 from slipstream.trainer.model.forward import Forward, KeepGateUp, Place
 from slipstream.trainer.model.logprobs import Head
-from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.moe.block import MoeBlock
 from slipstream.trainer.moe.replay import LayerRoutes
 from slipstream.trainer.recompute import Recomputed

@@ -1,8 +1,10 @@
-"""The operations that a batch-invariant vLLM engine computes a model with, as functions of tensors.
+"""The operations that a batch-invariant vLLM engine computes a model with, as functions of tensors; and vLLM's
+FlashAttention 3 as the kernel of the trainer's own attention (Roundings.attention).
 
-Owns imports of vLLM, all inside functions: without parity=bitwise nothing here needs it. Does not own the operations'
-order (engine_forward.py), nor gradients: nothing here is differentiable.
-Invariant: a row's result depends on that row alone, hence not on how many rows a call has, and it has the bits that
+Owns imports of vLLM, all inside functions, and where FlashAttention 3 can be called (a Hopper GPU, 16 bits, head widths
+that it takes, vLLM on this node). Does not own the operations' order (engine_forward.py), nor gradients: nothing here
+is differentiable.
+Invariant of operations: a row's result depends on that row alone, hence not on how many rows a call has, and it has the bits that
 the engine computes with VLLM_BATCH_INVARIANT=1 (vLLM 0.25.1 and 0.32, `batch_invariant.py`).
 
 Shapes: T packed tokens, H hidden, N query heads, G key/value heads, D head_dim, E experts, K experts of a token,
@@ -19,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.conf.architecture.attention_spec import GqaSpec
+from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.model.attention.flash_attention import AttentionCall
 from slipstream.trainer.model.packed_sequences import PackedSequences
 
 MODULES = (
@@ -38,6 +41,8 @@ VOCAB_PADDING = 64
 """An engine's head has a multiple of so many rows."""
 FIRST_POSITIONS = 4096
 """Rows of the first table of cosines and sines; it doubles as sequences grow."""
+MAX_HEAD_DIM = 256
+"""The widest head whose gradients torch computes; vLLM's FlashAttention 3 has the same bound."""
 
 
 class VllmOperations:
@@ -169,3 +174,67 @@ def as_sampled(logits_TV: Tensor, kernels: ModuleType) -> Tensor:
     vocab_size = logits_TV.shape[1]
     padding = -vocab_size % VOCAB_PADDING
     return F.pad(logits_TV, (0, padding))[:, :vocab_size] if padding else logits_TV
+
+
+def refusal_of_engine_attention(
+    capability: tuple[int, int] | None, dtype: torch.dtype, attention: GqaSpec | MlaSpec
+) -> str | None:
+    """Why this attention cannot be computed by vLLM's kernel here; None if it can. Imports vLLM last.
+
+    Args:
+        capability: Compute capability of the trainer's GPU; None: it has none.
+    """
+    if capability is None:
+        return "the trainer has no GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"model.dtype={str(dtype).removeprefix('torch.')} is not one of bfloat16, float16"
+    if capability[0] != 9:
+        return f"FlashAttention 3 is for Hopper GPUs, this one has compute capability {capability[0]}.{capability[1]}"
+    if not _takes_widths(attention):
+        return f"heads of width {attention.qk_head_dim} are not ones that vLLM's FlashAttention 3 takes"
+    try:
+        from vllm.vllm_flash_attn import fa_version_unsupported_reason, is_fa_version_supported
+    except ImportError as error:
+        return f"vLLM's attention cannot be imported where the trainer runs: {error}"
+    if not is_fa_version_supported(3):
+        return f"vLLM has no FlashAttention 3 here: {fa_version_unsupported_reason(3)}"
+    return None
+
+
+def _takes_widths(attention: GqaSpec | MlaSpec) -> bool:
+    """The kernel takes equal widths, and those of DeepSeek's latent attention (vLLM's `hopper/flash_api.cpp`)."""
+    width = attention.qk_head_dim
+    if width % 8 or width > MAX_HEAD_DIM:
+        return False
+    value_width = attention.v_head_dim
+    return value_width == width or (128 < width <= 192 and 96 < value_width <= 128 and value_width % 8 == 0)
+
+
+class VllmAttention:
+    """An EngineKernel. Make one where `refusal_of_engine_attention` has nothing to say."""
+
+    def __init__(self) -> None:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        self._run = flash_attn_varlen_func
+
+    def __call__(self, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """As EngineKernel. Keys are not split among thread blocks: an engine's prefill does not split them either."""
+        sequences, window, sinks_N = call.sequences, call.window, call.sinks_N
+        out_TNV, log_sums_NT = self._run(
+            q=q_TND,
+            k=k_TGD,
+            v=v_TGV,
+            cu_seqlens_q=sequences.cu_seqlens,
+            cu_seqlens_k=sequences.cu_seqlens,
+            max_seqlen_q=sequences.max_length,
+            max_seqlen_k=sequences.max_length,
+            softmax_scale=call.scale,
+            causal=True,
+            window_size=None if window is None else [window - 1, 0],
+            num_splits=1,
+            fa_version=3,
+            s_aux=None if sinks_N is None else sinks_N.detach().to(torch.bfloat16),
+            return_softmax_lse=True,
+        )
+        return out_TNV, log_sums_NT

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from slipstream.trainer.kernels.residual import residual_sum
 from slipstream.trainer.kernels.rms_norm import norm_rotate
 from slipstream.trainer.model.attention.grouped_queries import TURNED, GroupedQueryAttention
+from slipstream.trainer.model.build import RMSNorm
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.feed_forward import ROUTED
 from slipstream.trainer.model.forward import Forward, Place
 from slipstream.trainer.model.layer import DecoderLayer
-from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.moe.block import MoeBlock

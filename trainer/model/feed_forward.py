@@ -18,8 +18,7 @@ from slipstream.conf.schema import Rounding
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.build import Build
 from slipstream.trainer.model.operations import KEEP_GATE_UP, ROUTES, Operation, norm_of
-from slipstream.trainer.moe.block import MoeBlock
-from slipstream.trainer.moe.expert_placement import expert_shares
+from slipstream.trainer.moe.block import MoeBlock, expert_shares
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router
 

@@ -26,9 +26,9 @@ from slipstream.trainer.lora import Linear, apply_together
 from slipstream.trainer.model.attention.attend import attend
 from slipstream.trainer.model.attention.flash_attention import AttentionCall, EngineKernel, KeptAttention
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
+from slipstream.trainer.model.build import RMSNorm
 from slipstream.trainer.model.feed_forward import DenseMlp
 from slipstream.trainer.model.logprobs import Head
-from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.moe.block import MoeBlock
 from slipstream.trainer.moe.replay import LayerRoutes

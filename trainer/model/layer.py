@@ -25,11 +25,10 @@ from slipstream.trainer.model.attention.flash_attention import KeptAttention
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention
 from slipstream.trainer.model.attention.latent import LatentAttention
 from slipstream.trainer.model.attention.part import Attention
-from slipstream.trainer.model.build import Build
+from slipstream.trainer.model.build import Build, RMSNorm
 from slipstream.trainer.model.feed_forward import FED, FLIPPED, IDS, ROUTED, FeedForward, make_feed_forward
 from slipstream.trainer.model.forward import Forward, Place
 from slipstream.trainer.model.host_activations import HostLayer, HostPass
-from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.operations import KEEP_GATE_UP, ROUTES, SUM, Operation, Part, norm_of
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.moe.block import MoeBlock

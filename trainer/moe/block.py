@@ -5,6 +5,7 @@ nor the arithmetic of the routed experts (experts.py).
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -81,3 +82,19 @@ class MoeBlock(nn.Module):
         scale = self.gate.factor_of_output
         routed_TH = routed_TH if scale == 1.0 else routed_TH * scale
         return routed_TH if shared_TH is None else routed_TH + shared_TH
+
+
+def expert_shares(num_experts: int, ep_size: int, layer: int) -> list[range]:
+    """Which experts of a layer each ep_rank holds: ranges in order of ep_rank, which tile the experts.
+
+        384 experts over 256 ep_ranks     layer 0, 2, ...: 1 2 1 2 ...     layer 1, 3, ...: 2 1 2 1 ...
+
+    If ep_size does not divide the number of experts, shares differ by one, and the larger ones move from layer to
+    layer: over ep_size / gcd(num_experts, ep_size) layers every ep_rank holds the same number. Plans without real ranks
+    use it, too.
+
+    Example: expert_shares(3, 2, layer=0) == [range(0, 1), range(1, 3)].
+    """
+    turn = layer * (num_experts % ep_size) % ep_size
+    edges = [(ep_rank * num_experts + turn) // ep_size for ep_rank in range(ep_size + 1)]
+    return [range(first, stop) for first, stop in pairwise(edges)]

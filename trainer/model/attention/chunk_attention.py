@@ -22,12 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.trainer.model.attention.flash_attention import (
-    AttentionCall,
-    FlashAttention,
-    length_step,
-    padded_length,
-)
+from slipstream.trainer.model.attention.flash_attention import AttentionCall, FlashAttention, length_step, padded_length
 
 
 def chunk_attention(q_TND: Tensor, k_KGD: Tensor, v_KGV: Tensor, call: AttentionCall) -> Tensor:

@@ -14,8 +14,7 @@ from slipstream.conf.architecture.attention_spec import GqaSpec
 from slipstream.conf.schema import Rounding
 from slipstream.trainer.model.attention.attend import choose_attention_backend
 from slipstream.trainer.model.attention.part import Attention
-from slipstream.trainer.model.build import Build
-from slipstream.trainer.model.norm import RMSNorm
+from slipstream.trainer.model.build import Build, RMSNorm
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.moe.router import unit_rows
 

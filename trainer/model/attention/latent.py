@@ -15,8 +15,7 @@ from slipstream.trainer.model.attention.attend import attend, choose_attention_b
 from slipstream.trainer.model.attention.flash_attention import AttentionCall
 from slipstream.trainer.model.attention.indexer import Indexer, sparse_attention
 from slipstream.trainer.model.attention.part import Attention
-from slipstream.trainer.model.build import Build
-from slipstream.trainer.model.norm import RMSNorm
+from slipstream.trainer.model.build import Build, RMSNorm
 from slipstream.trainer.model.operations import Operation
 
 

@@ -22,7 +22,7 @@ from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.moe.expert_placement import expert_shares
+from slipstream.trainer.moe.block import expert_shares
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import ParallelLayout, local_part
 from slipstream.trainer.weights.factors import factor_shards

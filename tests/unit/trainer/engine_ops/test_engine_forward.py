@@ -22,7 +22,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import AttentionValues, TrainMode
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.engine_ops.engine_forward import EngineForward, choose_forward
-from slipstream.trainer.engine_ops.vllm_attention import refusal_of_engine_attention
+from slipstream.trainer.engine_ops.vllm_operations import refusal_of_engine_attention
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.lora import Linear
 from slipstream.weight_sync.layout import Region

@@ -66,10 +66,7 @@ FILE_MODELS_2, FILE_MODELS_4 = [(1, MIXED), (2, MIXED)], [(2, UNEVEN), (4, DEEPS
 def worlds(tmp_path_factory) -> dict[int, tuple[Path, list[dict[str, Any]]]]:
     """Results of every rank of a world of 2 and of a world of 4."""
     two, four = tmp_path_factory.mktemp("world2"), tmp_path_factory.mktemp("world4")
-    return {
-        2: (two, run_ranks(2, two, WORLD_2, FILE_MODELS_2)),
-        4: (four, run_ranks(4, four, WORLD_4, FILE_MODELS_4)),
-    }
+    return {2: (two, run_ranks(2, two, WORLD_2, FILE_MODELS_2)), 4: (four, run_ranks(4, four, WORLD_4, FILE_MODELS_4))}
 
 
 @pytest.fixture(scope="module")

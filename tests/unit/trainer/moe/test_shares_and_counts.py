@@ -6,7 +6,7 @@ from math import gcd
 import pytest
 import torch
 
-from slipstream.trainer.moe.expert_placement import expert_shares
+from slipstream.trainer.moe.block import expert_shares
 from slipstream.trainer.moe.replay import RecordedRoutes
 
 
