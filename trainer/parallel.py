@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,19 +56,17 @@ class ParallelLayout:
 
     def most_of_ep_group(self, value: int) -> int:
         """The largest value of the ep group's ranks. Collective; the host waits for the device."""
-        if self.ep_group is None:
-            return value
-        most = torch.tensor([value], device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
-        return int(most)
+        return value if self.ep_group is None else self._reduced(value, dist.ReduceOp.MAX, self.ep_group)
 
     def least_of_ranks(self, value: int) -> int:
         """The smallest value of all ranks. Collective; the host waits for the device."""
-        if self.dense_mesh is None:
-            return value
-        least = torch.tensor([value], device=self.device)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.dense_mesh.get_group())
-        return int(least)
+        mesh = self.dense_mesh
+        return value if mesh is None else self._reduced(value, dist.ReduceOp.MIN, mesh.get_group())
+
+    def _reduced(self, value: int, by: Any, group: dist.ProcessGroup) -> int:
+        found = torch.tensor([value], device=self.device)
+        dist.all_reduce(found, by, group=group)
+        return int(found)
 
     @classmethod
     def single(cls, device: torch.device | str) -> ParallelLayout:

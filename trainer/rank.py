@@ -20,7 +20,7 @@ import math
 import time
 from dataclasses import astuple
 from operator import sub
-from typing import TypeVar
+from typing import NoReturn
 
 import torch
 
@@ -51,11 +51,20 @@ from slipstream.trainer.weights.quantization import BlockFp8
 
 logger = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
+MADE_BY_LOAD = ("policy", "learner", "delivery", "states")
 
 
 class TrainerRank:
     """One rank. Every public method is collective over the trainer's ranks."""
+
+    policy: PolicyForward
+    """Runs forward passes of this rank; after load(), as the others here."""
+    learner: Learner
+    """Holds and updates what this rank trains."""
+    delivery: Delivery
+    """This rank's way to the engines."""
+    states: RankStates
+    """Saves what this rank holds, and continues from it."""
 
     def __init__(self, options: TrainerOptions, *, rank: int = 0, host: str = "127.0.0.1") -> None:
         """Join the process group.
@@ -67,30 +76,22 @@ class TrainerRank:
         self._device = take_device(options.device, rank)
         self._control = ControlGroup(rank, options.trainer.num_ranks, options.rendezvous, self._device)
         torch.manual_seed(options.seed)
-        self._policy: PolicyForward | None = None
-        self._learner: Learner | None = None
-        self._delivery: Delivery | None = None
-        self._states: RankStates | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Is asked for what a rank has not, or has not yet."""
+        if name in MADE_BY_LOAD:
+            raise TrainerError(f"rank {self._rank}: call load() first")
+        raise AttributeError(name)
 
     @property
     def policy_version(self) -> int:
         """Steps that changed the policy since the run began."""
-        return 0 if self._learner is None else self._learner.policy_version
+        return self.learner.policy_version if "learner" in vars(self) else 0
 
     @property
     def decoder(self) -> Decoder:
-        """This rank's part of the policy; after load()."""
+        """This rank's part of the policy."""
         return self.policy.decoder
-
-    @property
-    def policy(self) -> PolicyForward:
-        """Runs forward passes of this rank; after load()."""
-        return self._of_load(self._policy)
-
-    @property
-    def learner(self) -> Learner:
-        """Holds and updates what this rank trains; after load()."""
-        return self._of_load(self._learner)
 
     # ------------------------------------------------------------------------------------------------------------ load
 
@@ -117,11 +118,11 @@ class TrainerRank:
         trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         learner = Learner(trainable, trainer.optim, options.num_steps, options.algorithm.updates_per_step, layout)
         refusal = refusal_of_graphs(decoder, self._device)
-        self._learner = learner
-        self._policy = self._policy_of(decoder, learner, has_graphs=refusal is None)
-        self._delivery = self._delivery_of(decoder)
+        self.learner = learner
+        self.policy = self._policy_of(decoder, learner, has_graphs=refusal is None)
+        self.delivery = self._delivery_of(decoder)
         num_trainable = self._control.sum(sum(values.numel() for values in learner.shards.values()))
-        self._states = RankStates(options, decoder, learner, self._control)
+        self.states = RankStates(options, decoder, learner, self._control)
         times.append(time.perf_counter())
         parts = "kernels", "decoder", "weights", "what trains and publishes them"
         return {
@@ -139,7 +140,7 @@ class TrainerRank:
             "ignored_tensors": list(report.ignored),
             "unadapted_matrices": num_unadapted,
             "mtp_tensors": report.num_mtp_tensors,
-            "state_bytes": self._states.num_bytes,
+            "state_bytes": self.states.num_bytes,
             "load_parts_s": dict(zip(parts, map(sub, times[1:], times), strict=False)),
         }
 
@@ -289,29 +290,10 @@ class TrainerRank:
         """
         return self.learner.update(ends_version=ends_version)
 
-    # --------------------------------------------------------------------------------------------------------- publish
-
-    @property
-    def delivery(self) -> Delivery:
-        """This rank's way to the engines; after load()."""
-        return self._of_load(self._delivery)
-
-    @property
-    def states(self) -> RankStates:
-        """Saves what this rank holds, and continues from it; after load()."""
-        return self._of_load(self._states)
-
     def shutdown(self) -> None:
         """Leave the link and the process group. Idempotent; the rank cannot be used afterwards."""
-        if self._delivery is not None:
-            self._delivery.close()
-        if self._policy is not None and self._policy.graphs is not None:
-            self._policy.graphs.forget()  # a graph with exchanges must not outlive the group
+        if "delivery" in vars(self):
+            self.delivery.close()
+        if "policy" in vars(self) and self.policy.graphs is not None:
+            self.policy.graphs.forget()  # a graph with exchanges must not outlive the group
         self._control.leave()
-
-    # --------------------------------------------------------------------------------------------------------- helpers
-
-    def _of_load(self, made: Made | None) -> Made:
-        if made is None:
-            raise TrainerError(f"rank {self._rank}: call load() first")
-        return made

@@ -4,8 +4,8 @@ FlashAttention 3 as the kernel of the trainer's own attention (Roundings.attenti
 Owns imports of vLLM, all inside functions, and where FlashAttention 3 can be called (a Hopper GPU, 16 bits, head widths
 that it takes, vLLM on this node). Does not own the operations' order (engine_forward.py), nor gradients: nothing here
 is differentiable.
-Invariant of operations: a row's result depends on that row alone, hence not on how many rows a call has, and it has the bits that
-the engine computes with VLLM_BATCH_INVARIANT=1 (vLLM 0.25.1 and 0.32, `batch_invariant.py`).
+Invariant: a row's result depends on that row alone, hence not on how many rows a call has, and it has the bits that the
+engine computes with VLLM_BATCH_INVARIANT=1 (vLLM 0.25.1 and 0.32, `batch_invariant.py`).
 
 Shapes: T packed tokens, H hidden, N query heads, G key/value heads, D head_dim, E experts, K experts of a token,
 I width of a feed-forward, V vocabulary.

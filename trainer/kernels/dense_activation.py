@@ -4,8 +4,7 @@
     else   h = cast(cast(silu(gate)) * up), as vLLM's own kernel and transformers
     backward, from dh:   dup = dh * silu(gate)    dgate = dh * up * silu'(gate)
 
-Backward rounds once, and keeps gate and up alone. The torch form, differentiated by autograd, defines the result, and
-runs on devices other than CUDA.
+Backward rounds once, and keeps gate and up alone.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,6 @@ BLOCK = 2048
 
 
 def silu_product_torch(gate: Tensor, up: Tensor, once: bool) -> Tensor:
-    """The definition of `silu_product`."""
     return _product(F.silu, gate, up, once)
 
 

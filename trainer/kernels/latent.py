@@ -6,8 +6,7 @@
 
 Owns the casts, which are transformers': every product and sum of the rotation is rounded. Backward rounds once, and
 sums the shared part's gradient over heads in float32; of the inputs it needs only the angles. Interleaved pairs come
-out as halves, in queries and keys alike, which does not change their products. The torch form, differentiated by
-autograd, defines the result, and runs on devices other than CUDA.
+out as halves, in queries and keys alike, which does not change their products.
 
 Shapes: T packed tokens, N heads, F dims that stay, R dims that turn, V value head_dim.
 """
@@ -30,7 +29,6 @@ HEADS = 8
 def latent_heads_torch(
     q_TND: Tensor, kv_TNE: Tensor, turning_TR: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition of `latent_heads`."""
     num_heads, num_turning = q_TND.shape[1], turning_TR.shape[1]
     num_fixed = q_TND.shape[2] - num_turning
 

@@ -1,8 +1,9 @@
 """What all launches in this package share: which tensors kernels run on, sizes of grids and blocks, and the precision
 of products.
 
-Configurations (tile sizes, warps, stages) are fixed in the code, by shape, rank and kind of GPU. Autotuning would run
-at different times on ranks with different row counts, and collectives would time out.
+What is called x_torch defines the result of x, with the gradients of autograd, and runs on devices other than CUDA;
+x_triton is the same by a kernel. Configurations (tile sizes, warps, stages) are fixed in the code, by shape, rank and
+kind of GPU. Autotuning would run at different times on ranks with different row counts, and collectives would time out.
 """
 
 import functools

@@ -6,7 +6,7 @@
 g is the gradient of the log-probability, h that of the entropy.
 
 Invariant: 16-bit logits are never widened in memory. Forward reads them once; backward reads them once and overwrites
-them. Arithmetic is float32. The torch forms define the result, and run on devices other than CUDA.
+them. Arithmetic is float32.
 """
 
 import torch
@@ -66,7 +66,6 @@ def logits_gradient_torch(
 
 
 def log_softmax_triton(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as log_softmax_torch, by a kernel."""
     num_rows, num_columns = logits_CV.shape
     logprobs_C, normalizers_C, entropy_C = torch.empty(3, num_rows, device=logits_CV.device).unbind()
     if num_rows:

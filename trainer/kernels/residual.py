@@ -5,8 +5,7 @@
 
 A compiled vLLM engine computes one kernel from these addends: the sum after attention, the scaled sum of the experts
 and the shared experts' addition are not rounded on the way (Inductor leaves out casts between operations that it fuses;
-read in what it wrote for vLLM 0.25.1 with torch 2.11). The next norm reads `wide`. The torch form defines the result,
-and runs on devices other than CUDA.
+read in what it wrote for vLLM 0.25.1 with torch 2.11). The next norm reads `wide`.
 """
 
 from typing import Any
@@ -68,7 +67,6 @@ class _ResidualSum(torch.autograd.Function):
 def residual_sum_triton(
     x: Tensor, attended: Tensor, fed: Tensor, shared: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same as residual_sum_torch, by a kernel."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     addends = (None if part is None else part.contiguous() for part in (x, attended, fed, shared))

@@ -7,9 +7,8 @@
 Owns the casts, by default transformers': the norm is computed in float32 and rounded to the compute dtype before the
 weight is applied; every product and sum of the rotation is rounded. With `once`, all steps are float32 and the result
 is rounded, as where torch.compile fuses them (vLLM's engines); s is rounded for the caller, and not for its norm. A
-norm that comes later than its sum is given the sum before it was rounded (`wide`) for that.
-Backward rounds once, and computes rms again from the input, so that only inputs are kept. The torch forms,
-differentiated by autograd, define the result, and run on devices other than CUDA.
+norm that comes later than its sum is given the sum before it was rounded (`wide`) for that. Backward rounds once, and
+computes rms again from the input, so that only inputs are kept.
 """
 
 import math
@@ -28,7 +27,6 @@ ROTATE = 4, 1
 
 
 def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float, once: bool = False, wide: Tensor | None = None) -> Tensor:
-    """The definition of `rms_norm`."""
     normed = x.view_as(x).float()  # view_as is a node of the graph: x gets one gradient from here, as from the kernel
     if wide is not None:
         normed = normed + (wide - normed).detach()  # exact: x is `wide`, rounded
@@ -41,7 +39,6 @@ def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float, once: bool = False, 
 def add_rms_norm_torch(
     x: Tensor, delta: Tensor, weight_K: Tensor, eps: float, once: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The definition of `add_rms_norm`."""
     total = x + delta
     if not once:
         return total, rms_norm_torch(total, weight_K, eps)

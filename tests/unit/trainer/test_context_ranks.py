@@ -136,7 +136,7 @@ def work(
     if "replayed" in kind:
         graphs = EagerGraphs(made.decoder, 8192, lambda failed: made._control.sum(failed) > 0)
         graphs.fails = rank == 1 and "fails" in kind
-        made._policy = replace(made.policy, graphs=graphs)
+        made.policy = replace(made.policy, graphs=graphs)
     made.warm_up([3, 4])  # of which nothing below may show
     plan = pack(LENGTHS, world_size, 16, cp_size=cp_size)
     found = train_once(made, [*plan[rank], []], routes=model == "moe")

@@ -9,8 +9,7 @@ Owns the order and the roundings. CombineMode chooses what they match:
                 GPUs the product that makes the rows has applied the weights, so that they are rounded once, as vLLM's
     hf_eager    products and partial sums rounded, experts in ascending order: transformers' index_add_
 
-No mode uses atomics, so the same inputs give the same bits. The torch form defines the result, and runs on devices
-other than CUDA.
+No mode uses atomics, so the same inputs give the same bits.
 """
 
 import torch
@@ -25,7 +24,6 @@ from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
 def weighted_sum_torch(
     rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode, out_TH: Tensor
 ) -> Tensor:
-    """The definition of `weighted_sum`."""
     rows_SH = torch.cat([rows_SH, rows_SH.new_zeros(1, rows_SH.shape[1])])  # row -1
     wide = torch.promote_types(rows_SH.dtype, torch.float32)
     does_round_products, does_round_sums = _roundings(mode)
@@ -46,7 +44,6 @@ def weighted_sum_torch(
 def weighted_sum_triton(
     rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode, out_TH: Tensor
 ) -> Tensor:
-    """The same as weighted_sum_torch, by a kernel."""
     (num_tokens, top_k), num_columns = row_of_choice_TK.shape, rows_SH.shape[1]
     does_round_products, does_round_sums = _roundings(mode)
     if num_tokens:

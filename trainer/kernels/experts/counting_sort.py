@@ -5,7 +5,6 @@
        the first one writes each expert's rows
 
 Stable means that an expert's rows keep the order of their tokens, which decides the order of sums in weight gradients.
-The torch form is the definition; devices other than CUDA run it.
 """
 
 from typing import NamedTuple
@@ -51,7 +50,6 @@ def sort_by_expert_torch(experts_S: Tensor, num_experts: int, top_k: int = 1) ->
 
 
 def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int = 1) -> ExpertOrder:
-    """The same as sort_by_expert_torch, by three kernels."""
     num_ids = experts_S.numel()
     if not num_ids:
         return sort_by_expert_torch(experts_S, num_experts, top_k)

@@ -6,7 +6,6 @@
 
 Owns the two bit layouts. Bitwise equal to compressed_tensors' decompress and to transformers'
 convert_moe_packed_tensors (before its transposition). Offsets are 64-bit: a layer of experts has over 2^31 elements.
-The torch forms define the result, and run on devices other than CUDA.
 """
 
 import torch
@@ -52,12 +51,10 @@ def dequantize_mxfp4_torch(blocks: Tensor, scales: Tensor, out: Tensor) -> Tenso
 
 
 def dequantize_int4_triton(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """The same as dequantize_int4_torch, by a kernel."""
     return _launched(packed, scale, out, is_int4=True)
 
 
 def dequantize_mxfp4_triton(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """The same as dequantize_mxfp4_torch, by a kernel."""
     return _launched(blocks.view(torch.int32), scales, out, is_int4=False)
 
 

@@ -9,7 +9,6 @@ product [W; A] would also read them once, but computes a whole tile of columns f
 programs take the same few columns of their rows before the next ones, or, when each program takes whole rows, programs
 that run side by side take the same part of every expert's rows.
 
-The torch form defines the result, and runs on devices other than CUDA.
 """
 
 import torch
@@ -73,7 +72,6 @@ def gather_project_torch(
 
 
 def gather_rows_triton(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None) -> Tensor:
-    """The same as gather_rows_torch, by a kernel."""
     num_rows, num_columns = source_S.shape[0], x.shape[1]
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=source_S.device)
     if num_rows:

@@ -10,7 +10,7 @@ sorted the rows: there a token is one row instead of K, and the cache has it for
 per output tile sums gradients in float32 over rows in order and writes them in the parameter's dtype: float32
 parameters get unrounded gradients, and an expert without rows gets zeros. Of many rows, those of an expert with more
 than twice its share are cut into parts, lest one thread block sum them while all others are done; a second kernel adds
-the parts' sums in order. The torch forms define the result, and run on devices other than CUDA.
+the parts' sums in order.
 """
 
 from typing import Any
@@ -80,7 +80,6 @@ def _sum(dtype: torch.dtype, values: Tensor, added: Tensor) -> Tensor:
 
 
 def add_dense_low_rank_torch(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: float) -> Tensor:
-    """The definition of `add_dense_low_rank`."""
     if rows_TN.dtype is not torch.bfloat16:
         return rows_TN.addmm_(low_TR, p_NR.t(), alpha=scale)
     return rows_TN.copy_(rounded_sum(rows_TN, (low_TR.float() @ p_NR.float().t()).mul_(scale)))
@@ -116,7 +115,6 @@ def low_rank_gradient_torch(
 def add_low_rank_triton(
     rows_SN: Tensor, low_SR: Tensor | None, p_ENR: Tensor | None, bias_EN: Tensor | None, groups: RowGroups
 ) -> Tensor:
-    """The same as add_low_rank_torch, by a kernel."""
     num_rows, num_columns = rows_SN.shape
     rank = 16 if low_SR is None else low_SR.shape[1]
     if num_rows and not (p_ENR is None and bias_EN is None):
@@ -131,7 +129,6 @@ def add_low_rank_triton(
 
 
 def add_dense_low_rank_triton(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: float) -> Tensor:
-    """The same as add_dense_low_rank_torch, by a kernel."""
     (num_rows, num_columns), rank = rows_TN.shape, low_TR.shape[1]
     if num_rows:
         tiling = tiling_of(ADD, rank, rows_TN.element_size())
@@ -159,7 +156,6 @@ def low_rank_gradient_triton(
     source_S: Tensor | None = None,
     weights_S: Tensor | None = None,
 ) -> Tensor:
-    """The same as low_rank_gradient_torch, by a kernel."""
     num_experts, rank, num_columns = groups.num_experts, left_SR.shape[1], right_XN.shape[1]
     tiling = tiling_of(GRADIENT, rank, left_SR.element_size())
     num_blocks, num_parts = cdiv(num_columns, tiling.columns), num_experts

@@ -5,9 +5,7 @@
 
 `weigh` is the same for experts that are given: w = s at e.
 
-Owns the casts. Of equal scores, the expert with the lower id comes first. Only logits and
-choice are kept for backward. The torch form, differentiated by autograd, defines the result, and runs on devices other
-than CUDA.
+Owns the casts. Of equal scores, the expert with the lower id comes first. Only logits and choice are kept for backward.
 """
 
 from typing import Any
@@ -36,11 +34,10 @@ def route(logits_TE: Tensor, top_k: int, does_normalize: bool, wide: bool = Fals
     """weights_TK in logits' dtype, or float32 if `wide`, differentiable, and experts_TK in int64, best first."""
     if not is_for_triton(logits_TE):
         return route_torch(logits_TE, top_k, does_normalize, wide)
-    return _Route.apply(logits_TE, top_k, does_normalize, wide)
+    return _Route.apply(logits_TE, None, top_k, does_normalize, wide)
 
 
 def weigh_torch(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: bool = False) -> Tensor:
-    """The definition of `weigh`."""
     weights_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, experts_TK)
     if does_normalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -51,42 +48,34 @@ def weigh(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: boo
     """The weights that `route` would give to these experts (int64, no expert twice in a row)."""
     if not is_for_triton(logits_TE):
         return weigh_torch(logits_TE, experts_TK, does_normalize, wide)
-    return _Weigh.apply(logits_TE, experts_TK, does_normalize, wide)
+    return _Route.apply(logits_TE, experts_TK, experts_TK.shape[1], does_normalize, wide)
 
 
 class _Route(torch.autograd.Function):
+    """Weights and experts; of experts that are given, weights alone."""
+
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, top_k: int, does_normalize: bool, wide: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_TE: Tensor, given_TK: Tensor | None, top_k: int, does_normalize: bool, wide: bool
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        ctx.does_normalize = does_normalize
+        ctx.set_materialize_grads(False)
+        if given_TK is not None:
+            ctx.save_for_backward(logits_TE, given_TK)
+            return weigh_triton(logits_TE, given_TK, does_normalize, wide)
         weights_TK, experts_TK = route_triton(logits_TE, top_k, does_normalize, wide)
         ctx.save_for_backward(logits_TE, experts_TK)
         ctx.mark_non_differentiable(experts_TK)
-        ctx.set_materialize_grads(False)
-        ctx.does_normalize = does_normalize
         return weights_TK, experts_TK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dweights_TK: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dweights_TK: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         logits_TE, experts_TK = ctx.saved_tensors
-        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None, None
-
-
-class _Weigh(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: bool) -> Tensor:
-        ctx.save_for_backward(logits_TE, experts_TK)
-        ctx.does_normalize = does_normalize
-        return weigh_triton(logits_TE, experts_TK, does_normalize, wide)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_TE, experts_TK = ctx.saved_tensors
-        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None, None
+        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), *[None] * 4
 
 
 def route_triton(logits_TE: Tensor, top_k: int, does_normalize: bool, wide: bool = False) -> tuple[Tensor, Tensor]:
-    """The same as route_torch, by a kernel."""
     experts_TK = logits_TE.new_empty(logits_TE.shape[0], top_k, dtype=torch.int64)
     return _weights(logits_TE, experts_TK, does_normalize, wide, is_given=False), experts_TK
 

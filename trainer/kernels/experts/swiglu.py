@@ -8,9 +8,8 @@
     dba  = scale * dgu @ Bgu[e]
 
 Invariant: gate, up and h cross memory once; a program handles rows of one expert, and without a limit, a bend or an
-adapter computes none of theirs. With activation.rounds_each, forward also rounds what vLLM's kernels write
-out on the way: gu, and silu(gate) where nothing is clamped. Backward computes unrounded. The torch forms define the
-result, and run on devices other than CUDA.
+adapter computes none of theirs. With activation.rounds_each, forward also rounds what vLLM's kernels write out on the
+way: gu, and silu(gate) where nothing is clamped. Backward computes unrounded.
 """
 
 from dataclasses import dataclass
@@ -162,7 +161,6 @@ def _gated(gu_SI: Tensor, activation: ExpertActivation) -> tuple[Tensor, Tensor,
 def activate_triton(
     gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, groups: RowGroups, activation: ExpertActivation
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as activate_torch, by a kernel."""
     num_rows, width = gu_SI.shape[0], gu_SI.shape[1] // 2
     h_SI = gu_SI.new_empty(num_rows, width)
     ha_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
