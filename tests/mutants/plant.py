@@ -80,7 +80,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "weight_sync/replica/version_state.py": ("weight_sync/replica/test_version_state.py",),
     "weight_sync/replica/recovery.py": ("weight_sync/replica/test_recovery.py",),
     "weight_sync/integrity.py": ("weight_sync/test_integrity.py",),
-    "trainer/step/loss.py": ("trainer/step/test_loss.py", "trainer/step/test_loss_sums.py"),
+    "trainer/step/loss.py": ("trainer/step/test_loss.py",),
     "trainer/step/surrogates.py": ("trainer/step/test_surrogates.py", "trainer/step/test_loss.py"),
     "trainer/step/corrections.py": ("trainer/step/test_corrections.py",),
     "trainer/step/microbatches.py": ("trainer/step/test_microbatches.py",),
@@ -88,7 +88,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainer/moe/dispatch.py": (
         "trainer/moe/test_moe_block.py",
         "trainer/moe/test_moe_pieces.py",
-        "trainer/moe/test_gathered.py",
+        "trainer/moe/test_dispatch.py",
     ),
     "trainer/moe/experts.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
     "trainer/moe/router.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),

@@ -1,17 +1,24 @@
-"""trainer.engine_ops: values from given operations and published weights, gradients from the trainer's own kernels.
+"""trainer.engine_ops: values from given operations and published weights or adapters, gradients from the trainer's own
+kernels.
 
-Here the operations are plain torch; vLLM's own are compared with an engine in tests/gpu/test_engine_ops_gpu.py.
+Here the operations are plain torch; vLLM's own are compared with an engine in tests/gpu/test_engine_ops_gpu.py and
+test_adapter_ops_gpu.py.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from cases.tiny_configs import DEEPSEEK, DENSE, MIXED, MOE
+from cases.tiny_configs import DEEPSEEK, DENSE, GLM, GPT_OSS, MIXED, MOE
 from cases.tiny_models import (
+    base_logits_of,
     by_place,
     logits_of,
     logprob_gradients,
     make_decoder,
     packed,
+    probe_loss,
     relative_error,
     trainer_config,
 )
@@ -19,12 +26,18 @@ from fakes.torch_operations import TorchOperations
 from torch import Tensor
 
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.schema import AttentionValues, TrainMode
+from slipstream.conf.schema import AttentionValues, LoraConfig, TrainMode
+from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
-from slipstream.trainer.engine_ops.engine_forward import EngineForward, choose_forward
+from slipstream.trainer.engine_ops.engine_forward import EngineForward, MergedForward, SlotForward, choose_forward
+from slipstream.trainer.engine_ops.published import Factors, PublishedAdapters, base_linears, published_linears
 from slipstream.trainer.engine_ops.vllm_operations import refusal_of_engine_attention
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.forward import Forward
+from slipstream.trainer.model.layer import DecoderLayer
+from slipstream.trainer.weights.loading import load_weights
 from slipstream.weight_sync.layout import Region
 
 CPU, SPEC = torch.device("cpu"), read_config(DENSE)
@@ -171,3 +184,186 @@ def test_each_reason_is_told(change: dict[str, object], dtype: torch.dtype, majo
         pytest.skip("this machine's vLLM has kernels for GPUs")
     told = refusal_of_engine_attention((major, 0), dtype, read_config({**DENSE, **change}).attentions[0])
     assert told is not None and reason in told
+
+
+RANK_OF_SLOTS = 8
+
+
+class TorchAdapters(TorchOperations):
+    """What trainer.engine_ops.vllm_adapters promises, in float32 formulas; `seen` has every factor that came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Factors] = []
+
+    def add(self, out, x, factors):
+        self.seen.append(Factors(*(tuple(one.clone() for one in side) for side in factors)))
+        added = [(x @ a[0].t()) @ b[0].t() for a, b in zip(*factors, strict=True)]
+        return out + torch.cat(added, -1)
+
+    def experts(self, x, *given):
+        if len(given) == 4 and isinstance(given[1], tuple):
+            (gate_up, down), adapters, weights, experts = given
+            self.seen += [Factors(*(tuple(one.clone() for one in side) for side in group)) for group in adapters]
+            of_gate_up, of_down = adapters
+            deltas = [b[0] @ a[0] for a, b in zip(*of_gate_up, strict=True)]
+            gate_up = gate_up + torch.cat(deltas, 1)
+            down = down + of_down.b[0][0] @ of_down.a[0][0]
+            given = (gate_up, down, weights, experts)
+        gate_up, down, weights, experts = given
+        return super().experts(x.float(), gate_up.float(), down.float(), weights, experts).to(x.dtype)
+
+
+def with_slots(operations: TorchAdapters) -> SlotForward:
+    return SlotForward(operations=operations, adapters=operations, slots=PublishedAdapters(RANK_OF_SLOTS))
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE, MIXED, {**DENSE, "attention_bias": True}])
+def test_values_are_base_plus_adapter_and_gradients_the_trainers_own(config):
+    """Each linear has its own factors, so a q adapter in the place of k's would be seen."""
+    batch = packed()
+    own, mine = make_decoder(config), make_decoder(config, by=with_slots(TorchAdapters()))
+    wanted, wanted_grads = logprob_gradients(own, batch)
+    logprobs, grads = logprob_gradients(mine, batch)
+    assert relative_error(logprobs, wanted) < 1e-4
+    assert not torch.equal(logprobs, wanted)  # by other operations, in another order
+    for name, grad in grads.items():
+        assert relative_error(grad, wanted_grads[name]) < 1e-3, name
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_factors_have_the_bits_that_a_publish_writes_into_a_slot(config):
+    """A rank below the slots', and a scale whose product with B rounds."""
+    lora = LoraConfig(rank=6, alpha=18.0, attention_rank=4)
+    trainer = replace(trainer_config(TrainMode.lora), lora=lora)
+    operations, is_moe = TorchAdapters(), config is MOE
+    config = {**config, "num_hidden_layers": 2}
+    decoder = make_decoder(config, trainer, dtype=torch.bfloat16, by=with_slots(operations))
+    with torch.no_grad():
+        decoder(*packed())
+    source = AdapterSource(decoder, 0, lora)
+    shapes = {meta.name: meta.shape for meta in source.layout().tensors}
+
+    def published(module: str, factor: str) -> torch.Tensor:
+        name = f"base_model.model.{module}_proj.lora_{factor}.weight"
+        out = torch.empty(shapes[name], dtype=torch.bfloat16)
+        source.read(name, Region((0, 0), shapes[name]), out)
+        return out
+
+    seen = iter(operations.seen)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        groups = [[f"self_attn.{leaf}" for leaf in "qkv"], ["self_attn.o"]]
+        if not is_moe:
+            groups += [["mlp.gate", "mlp.up"], ["mlp.down"]]
+        for group in groups:
+            given = next(seen)
+            for index, module in enumerate(group):
+                assert torch.equal(given.a[index][0], published(prefix + module, "A")), module
+                assert torch.equal(given.b[index][0], published(prefix + module, "B")), module
+        if is_moe:
+            for given, leaves in ((next(seen), ("gate", "up")), (next(seen), ("down",))):
+                for index, leaf in enumerate(leaves):
+                    for expert in range(MOE["num_experts"]):
+                        module = f"{prefix}mlp.experts.{expert}.{leaf}"
+                        assert torch.equal(given.a[index][0, expert], published(module, "A")), module
+                        assert torch.equal(given.b[index][0, expert], published(module, "B")), module
+    assert next(seen, None) is None
+
+
+def test_modules_of_equal_shapes_share_memory_and_others_never_do():
+    """vLLM's kernels know a factor's strides by its address."""
+    decoder = make_decoder({**DENSE, "num_hidden_layers": 2})
+    published = PublishedAdapters(RANK_OF_SLOTS)
+    addresses: dict[int, torch.Size] = {}
+    for layer in decoder.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        for linears in ([attention.q_proj], [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]):
+            slot = published.linears(linears, torch.float32)
+            assert len({one.data_ptr() for one in (*slot.a, *slot.b)}) == 2 * len(linears)
+            for one in (*slot.a, *slot.b):
+                assert addresses.setdefault(one.data_ptr(), one.shape) == one.shape
+    assert len(addresses) == 8  # of one layer, in which q and o have equal shapes
+
+
+def test_a_switched_off_adapter_adds_nothing():
+    batch = packed()
+    operations = TorchAdapters()
+    bare, mine = make_decoder(MOE, trainer_config(TrainMode.full)), make_decoder(MOE, by=with_slots(operations))
+    assert relative_error(base_logits_of(mine, batch), logits_of(bare, batch)) < 1e-4
+    assert not operations.seen
+
+
+def test_only_adapted_kinds_of_modules_get_adapters():
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("mlp", "experts"))
+    operations = TorchAdapters()
+    decoder = make_decoder(DENSE, replace(trainer_config(TrainMode.lora), lora=lora), by=with_slots(operations))
+    with torch.no_grad():
+        decoder(*packed())
+    assert [len(factors.a) for factors in operations.seen] == [2, 1] * len(decoder.model.layers)
+
+
+MODELS = {"dense": DENSE, "moe": MOE, "deepseek": DEEPSEEK, "glm": GLM, "gpt_oss": GPT_OSS}
+
+
+class Published:
+    """What a publish of a decoder writes, as a checkpoint to load."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._source = TrainerWeightSource(decoder, rank=0)
+        self._source.begin(1)
+
+    def names(self) -> set[str]:
+        return {meta.name for meta in self._source.layout().tensors}
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        (meta,) = (one for one in self._source.layout().tensors if one.name == tensor)
+        out = torch.empty(region.shape, dtype=getattr(torch, meta.dtype))
+        self._source.read(tensor, region, out)
+        return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_those_of_the_published_checkpoint(name: str) -> None:
+    """Bit by bit, in bfloat16, where they differ from those of the adapters beside their base."""
+    batch = packed()
+    mine = make_decoder(MODELS[name], dtype=torch.bfloat16, by=MergedForward())
+    separate = logits_of(mine, batch, by=Forward())
+    engines = make_decoder(MODELS[name], dtype=torch.bfloat16, nonzero_b=False)
+    load_weights(engines, Published(mine), seed=3)
+    wanted = base_logits_of(engines, batch)
+    assert torch.equal(logits_of(mine, batch), wanted)
+    assert not torch.equal(separate, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_base_and_adapters(name: str) -> None:
+    batch = packed()
+    both = [make_decoder(MODELS[name], by=by) for by in (Forward(), MergedForward())]
+    grads = []
+    for decoder in both:
+        probe_loss(logits_of(decoder, batch), batch[0]).backward()
+        grads.append({name: p.grad for name, p in decoder.named_parameters() if p.requires_grad})
+    assert grads[0].keys() == grads[1].keys()
+    for key, grad in grads[1].items():
+        assert relative_error(grad, grads[0][key]) < 1e-3, key
+
+
+def test_the_reference_policy_computes_with_the_base() -> None:
+    batch = packed()
+    own, merged = (make_decoder(MOE, by=by) for by in (Forward(), MergedForward()))
+    assert torch.equal(base_logits_of(merged, batch), base_logits_of(own, batch))
+
+
+def test_weights_side_by_side_are_those_of_each_alone_where_some_have_an_adapter() -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "up_proj"))
+    modules = dict(make_decoder(DENSE, trainer_config(lora=lora)).named_modules())
+    for parent, leaves in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+        linears = [modules[f"model.layers.0.{parent}.{leaf}_proj"] for leaf in leaves]
+        own = [one for one in linears if isinstance(one, Linear)]
+        assert len(own) == len(leaves)
+        weight, _ = published_linears(own, torch.float32)
+        assert torch.equal(weight, torch.cat([published_linears([one], torch.float32)[0] for one in own]))
+        assert not torch.equal(weight, base_linears(own, torch.float32)[0])
