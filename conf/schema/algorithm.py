@@ -67,7 +67,7 @@ SHIPPED_LOSSES = ("clip", "gspo", "cispo", "sapo")
 
 
 class KlEstimator(StrEnum):
-    """How KL(policy || reference) is estimated from a sampled token; trainer/step/kl.py has the formulas."""
+    """How KL(policy || reference) is estimated from a sampled token; trainer/step/mismatch.py has the formulas."""
 
     k1 = "k1"
     k2 = "k2"

@@ -1,7 +1,7 @@
 """Reads pairs of answers for preference optimization: two token sequences, and which of their tokens are the answers'.
 
 Owns: the forms of a pair, and the check of every row before the run starts. Does not own: text to tokens
-(conversations.py), the loss (trainer/step/preference_loss.py). No torch.
+(conversations.py), the loss (trainer/step/loss.py). No torch.
 Invariant: both sequences begin with the same prompt, and their counted tokens are whole answers with what ends them.
 
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}           any of the three may be a list of messages instead
