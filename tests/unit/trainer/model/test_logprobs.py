@@ -43,6 +43,7 @@ def test_values_and_gradients_equal_full_softmax(chunk_tokens, has_entropy, temp
         differentiate_entropy=has_entropy,
         softcap=softcap,
     )
+    assert entropy.requires_grad is has_entropy
     (logprobs @ up + entropy @ across).backward()
 
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
