@@ -12,7 +12,7 @@ columns of other experts.
 """
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from slipstream.trainer.errors import CheckpointError
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.parallel import local_part, whole
+from slipstream.trainer.parallel import cut_by_size, local_part, whole
 from slipstream.trainer.weights.adapter_names import PREFIX
 from slipstream.trainer.weights.fused_experts import deinterleave, interleave
 from slipstream.trainer.weights.packed_experts import is_packed
@@ -257,7 +257,7 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: JsonObject) -> 
     dtype = str(decoder.dtype).removeprefix("torch.")
     source = TrainerWeightSource(decoder, decoder.layout.rank, BlockFp8.from_hf_config(hf_config))
     tensors = source.layout().tensors
-    files = list(_files(tensors))
+    files = list(cut_by_size(tensors, _num_bytes, MAX_FILE_BYTES))
     is_writer = decoder.layout.rank == 0
     if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
@@ -335,19 +335,6 @@ def _wait_for_rank_0(decoder: Decoder) -> None:
 
 def _num_bytes(meta: TensorMeta) -> int:
     return Region((0,) * len(meta.shape), meta.shape).num_elements * DTYPE_BYTES[meta.dtype]
-
-
-def _files(tensors: Iterable[TensorMeta]) -> Iterator[list[TensorMeta]]:
-    """Cut the list into files of at most MAX_FILE_BYTES."""
-    current: list[TensorMeta] = []
-    size = 0
-    for meta in tensors:
-        if current and size + _num_bytes(meta) > MAX_FILE_BYTES:
-            yield current
-            current, size = [], 0
-        current.append(meta)
-        size += _num_bytes(meta)
-    yield current
 
 
 def _numbered(number: int, count: int) -> str:

@@ -25,8 +25,6 @@ def adapter_dtype(lora: LoraConfig) -> torch.dtype:
 
 
 class Adapted(nn.Module):
-    """A layer that may carry an adapter."""
-
     lora: LoraConfig | None
     """None: this layer is not adapted."""
     rounding_keys: Mapping[str, int] = MappingProxyType({})
@@ -59,7 +57,6 @@ class Linear(Adapted):
             self.lora_B = nn.Parameter(torch.empty(out_features, lora.rank, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
         return apply_together([self], x)[0]
 
     def base(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -21,7 +21,6 @@ class TrainerOptions:
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
     sampling_temperature: float
-    """Softmax temperature of the rollouts."""
     weight_sync: WeightSyncConfig
     seed: int
     num_steps: int
@@ -29,7 +28,6 @@ class TrainerOptions:
     device: str
     """"cpu" or "cuda"; rank r takes the visible GPU r modulo their number."""
     hf_config: JsonObject
-    """The policy's Hugging Face config."""
     sync_key: bytes
     """Signs the control messages of a publish."""
     rendezvous: str = ""

@@ -13,9 +13,9 @@ own which module is sharded over which mesh (model/shard_decoder.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from slipstream.trainer.errors import LayoutError
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,10 @@ class ParallelLayout:
 
     @property
     def cp_rank(self) -> int:
-        """Position in the cp group."""
         return self.rank % self.cp_size
 
     @property
     def ep_rank(self) -> int:
-        """Position in the ep group."""
         return self.rank % self.ep_size
 
     def most_of_ep_group(self, value: int) -> int:
@@ -176,6 +176,21 @@ def where_they_lie(
     return run
 
 
+def cut_by_size(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """All items, in order, in lists of at most that size together; more if one item's is."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if part and total + size > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size
+    if part:
+        yield part
+
+
 def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """First row, and one past the last, as FSDP2 and torch.chunk cut: ceil(rows / ranks) rows per rank; the last ranks
     may have fewer or none."""
@@ -223,7 +238,6 @@ def gather_wholes(tensors: Sequence[DTensor], outs: Sequence[Tensor]) -> None:
 
 
 def _gather_packed(outs: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Exchange the bytes of all parts at once."""
     sent = torch.cat([part.flatten().view(torch.uint8) for part in parts])
     received = sent.new_empty(group.size() * len(sent))
     dist.all_gather_into_tensor(received, sent, group=group)

@@ -90,7 +90,6 @@ class TrainerRank:
 
     @property
     def decoder(self) -> Decoder:
-        """This rank's part of the policy."""
         return self.policy.decoder
 
     # ------------------------------------------------------------------------------------------------------------ load

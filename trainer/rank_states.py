@@ -45,17 +45,14 @@ class RankStates:
         self._writes, self._copies = BackgroundWrites(), HostCopies(self._device)
         self._kept = KeptStates(self._rank, options.sync_key, self._device)
         self.num_bytes = num_bytes = sum(tensor.nbytes for tensor in learner.state_tensors().values())
-        """Size of this rank's state."""
         if self._rank == 0 and options.trainer.mode is TrainMode.lora:
             num_bytes += options.trainer.num_ranks * learner.num_bytes  # the whole adapter
         self._writes.begin(partial(self._copies.prepare, num_bytes))
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter in PEFT's format."""
         save_adapter(self._decoder, folder, self._base_path)
 
     def save_merged(self, folder: str | Path) -> None:
-        """Write the merged model as a Hugging Face checkpoint."""
         save_merged(self._decoder, folder, self._options.hf_config)
 
     def begin_checkpoint(self, folder: str | Path, adapter: str | Path | None = None) -> None:

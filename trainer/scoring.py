@@ -8,7 +8,7 @@ Owns: a decoder on one device, outside of a run. Does not own: sampling, compari
 optimizer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from slipstream.trainer.model.comparison import decoder_steps
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.parallel import cut_by_size
 from slipstream.trainer.weights.loading import load_weights, open_reader
 
 
@@ -72,7 +73,7 @@ class Scorer:
         """
         logprobs: list[list[float]] = []
         entropies: list[list[float]] = []
-        for part in self._microbatches(sequences):
+        for part in cut_by_size(sequences, len, self._trainer.max_microbatch_tokens):
             tokens_T, positions_T, starts = self._packed(part)
             recorded = None
             if routes is not None:
@@ -113,14 +114,3 @@ class Scorer:
     def _head(self, hidden_TH: Tensor, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         (predicted_N,) = positions_T.nonzero(as_tuple=True)  # every token but the first of its sequence
         return self.decoder.logprobs(hidden_TH[predicted_N - 1], tokens_T[predicted_N], self._trainer)
-
-    def _microbatches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-        """Sequences in order, as many at a time as trainer.max_microbatch_tokens allows."""
-        part: list[Sequence[int]] = []
-        for sequence in sequences:
-            if part and sum(map(len, part)) + len(sequence) > self._trainer.max_microbatch_tokens:
-                yield part
-                part = []
-            part.append(sequence)
-        if part:
-            yield part

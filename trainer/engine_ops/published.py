@@ -42,7 +42,6 @@ def published_linears(
 
 
 def base_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The same without adapters."""
     weights = [linear.base(dtype)[0] for linear in linears]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     return weight.detach(), _biases(linears, dtype)
@@ -61,7 +60,6 @@ def published_experts(bank: Experts, dtype: torch.dtype, *, adapted: bool = True
 
 
 def base_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same without adapters."""
     assert bank.gate_up_proj is not None and bank.down_proj is not None, "packed experts have weights of other shapes"
     return bank.gate_up_proj.detach().to(dtype), bank.down_proj.detach().to(dtype)
 
@@ -105,7 +103,6 @@ class PublishedAdapters:
 
     @torch.no_grad()
     def linears(self, linears: Sequence[Linear], dtype: torch.dtype) -> Factors:
-        """The factors of adapted linears that read one input."""
         a, b = [linear.lora_A for linear in linears], [linear.lora_B for linear in linears]
         scales = {linear.lora.scale for linear in linears if linear.lora is not None}
         assert len(scales) == 1, "linears of one input are adapted alike"

@@ -76,11 +76,9 @@ class VllmOperations:
         return self._batch_invariant.rms_norm_batch_invariant(x, weight, eps)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x weight^T + bias."""
         return self._batch_invariant.linear_batch_invariant(x, weight, bias)
 
     def rotate(self, q_TND: Tensor, k_TGD: Tensor, sequences: PackedSequences) -> tuple[Tensor, Tensor]:
-        """RoPE over all heads of q and k."""
         if sequences.max_length > len(self._cos_sin):
             self._cos_sin = self._rotation_table(1 << (sequences.max_length - 1).bit_length())
         q_TND, k_TGD = (x.clone(memory_format=torch.contiguous_format) for x in (q_TND, k_TGD))  # written over
@@ -154,7 +152,6 @@ def imports_batch_invariant() -> Generator[None]:
 
 
 def batch_invariant_kernels() -> ModuleType:
-    """vLLM's module of them."""
     newer, older = BATCH_INVARIANT
     try:
         return import_module(newer)

@@ -25,7 +25,6 @@ from slipstream.trainer.kernels.launch import cdiv, programs
 GROUP = 256
 """Values that share a scale."""
 ROWS = 4
-"""Groups that one program updates."""
 ENTRIES, ALIGNMENT = 8, 16
 """Numbers per tensor in the table; alignment, in bytes, of most addresses."""
 

@@ -61,7 +61,6 @@ class _SiluProduct(torch.autograd.Function):
 
 
 def silu_product_triton(gate: Tensor, up: Tensor, once: bool) -> Tensor:
-    """The same as silu_product_torch, by a kernel, of contiguous tensors."""
     out = torch.empty_like(gate)
     size = gate.numel()
     programs(_silu_product, (cdiv(size, BLOCK),))(gate, up, out, size, ONCE=once, BLOCK=BLOCK, num_warps=8)
@@ -69,7 +68,6 @@ def silu_product_triton(gate: Tensor, up: Tensor, once: bool) -> Tensor:
 
 
 def silu_product_backward_triton(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     size = gate.numel()
     programs(_silu_product_backward, (cdiv(size, BLOCK),))(gate, up, dh, dgate, dup, size, BLOCK=BLOCK, num_warps=8)

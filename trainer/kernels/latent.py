@@ -23,7 +23,6 @@ from slipstream.trainer.kernels.launch import cdiv, is_for_triton, next_power_of
 from slipstream.trainer.kernels.rms_norm import rotate_torch
 
 HEADS = 8
-"""Heads that a program takes at a time."""
 
 
 def latent_heads_torch(
@@ -78,7 +77,6 @@ class _LatentHeads(torch.autograd.Function):
 def latent_heads_triton(
     q_TND: Tensor, kv_TNE: Tensor, turning_TR: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of all heads, as latent_heads_torch defines them."""
     tokens, heads, width = q_TND.shape
     half = turning_TR.shape[1] // 2
     q_TND, kv_TNE = q_TND.contiguous(), kv_TNE.contiguous()
@@ -94,7 +92,6 @@ def latent_heads_triton(
 def latent_heads_backward_triton(
     dq_TND: Tensor, dk_TND: Tensor, dv_TNV: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, kv and the shared part."""
     dq_TND, dk_TND, dv_TNV = (x if x.stride(2) == 1 else x.contiguous() for x in (dq_TND, dk_TND, dv_TNV))
     tokens, heads, width = dq_TND.shape
     half, values = cos.shape[-1], dv_TNV.shape[2]

@@ -21,7 +21,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def is_for_triton(x: Tensor) -> bool:
-    """Whether kernels run on it."""
     return x.is_cuda and x.dtype in FLOATS and x.numel() > 0
 
 

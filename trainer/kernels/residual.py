@@ -24,7 +24,6 @@ BLOCK = 2048
 def residual_sum_torch(
     x: Tensor, attended: Tensor, fed: Tensor, shared: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The definition of the values of `residual_sum`."""
     added = fed.float() if scale == 1.0 else fed.float() * scale
     added = added if shared is None else added + shared.float()
     wide = (x.float() + attended.float()) + added

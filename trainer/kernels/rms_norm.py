@@ -49,7 +49,6 @@ def add_rms_norm_torch(
 def norm_rotate_torch(
     x_TND: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor, once: bool = False
 ) -> Tensor:
-    """The definition of `norm_rotate`, for queries or keys."""
     if not once:
         return rotate_torch(x_TND if weight_D is None else rms_norm_torch(x_TND, weight_D, eps), cos, sin)
     wide = x_TND.view_as(x_TND).float()

@@ -59,8 +59,6 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What every part's constructor needs to know."""
-
     spec: ModelSpec
     compute_dtype: torch.dtype
     weight_dtype: torch.dtype

@@ -116,7 +116,6 @@ def _whole(operation: Operation, prefix: str, attention: nn.Module, at: Place) -
 
 
 def _is_rounded(norm: RMSNorm, at: Place) -> bool:
-    """Whether the norm reads a rounded sum."""
     return not (norm.fuses_sum and at.by.fuses)
 
 
@@ -155,7 +154,6 @@ def _residual(number: int, layer: DecoderLayer, *, is_rounded: bool) -> Operatio
 def _rotary(prefix: str, own: GroupedQueryAttention, at: Place, inputs: tuple[str, ...]) -> Iterator[Operation]:
     (q, k), turned = inputs, (f"{prefix}{name}" for name in TURNED)
     rounds_norm = own.norms_alone or not own.rotates_once
-    """Whether the rotation sees the norm rounded."""
 
     def turned_by(
         rope: tuple[Tensor, Tensor], norms: Sequence[RMSNorm | None], q_TO: Tensor, k_TO: Tensor

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.parallel import ParallelLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A chunk of one sequence, in rows of the microbatch. It sees keys from the sequence's first row to its own."""
 
     sequence_start: int
@@ -91,21 +90,11 @@ class ContextCut:
             owner_T[rows], place_T[rows], most = rank, np.arange(len(rows)), max(most, len(rows))
         halves = pieces_of_rank(starts, layout.cp_size, own)
         keys = [[Piece(piece.sequence_start, piece.sequence_start, piece.stop) for piece in half] for half in halves]
-        sent_T = owner_T * most + place_T
-        pieces = [*halves[0], *halves[1]]
-        return cls(
-            layout.cp_group,
-            own,
-            torch.from_numpy(_rows(*pieces)).to(layout.device),
-            _laid_out(pieces, [*keys[0], *keys[1]], layout.device),
-            owner_T,
-            place_T,
-            most,
-            (
-                torch.from_numpy(sent_T[_rows(*keys[0])]).to(layout.device),
-                torch.from_numpy(sent_T[_rows(*keys[1])]).to(layout.device),
-            ),
-        )
+        sent_T, pieces = owner_T * most + place_T, [*halves[0], *halves[1]]
+        earlier, later = (torch.from_numpy(sent_T[_rows(*half)]).to(layout.device) for half in keys)
+        rows_R = torch.from_numpy(_rows(*pieces)).to(layout.device)
+        chunks = _laid_out(pieces, [*keys[0], *keys[1]], layout.device)
+        return cls(layout.cp_group, own, rows_R, chunks, owner_T, place_T, most, (earlier, later))
 
     @property
     def sequences(self) -> PackedSequences:
@@ -151,8 +140,11 @@ class Predictions:
     """n of the rank that has most."""
 
     def whole(self, logprobs_n: Tensor, entropy_n: Tensor) -> tuple[Tensor, Tensor]:
-        """[N] each, the same on every rank. Collective; its backward is not."""
-        return _WholePredictions.apply(logprobs_n, entropy_n, self)
+        """[N] each, the same on every rank. Collective; its backward, which is that of this rank's own, is not."""
+        sent = torch.stack([logprobs_n, entropy_n], dim=1)
+        found_N2 = _gather(sent, self.most, self.group).index_select(0, self.sent_N)
+        logprobs_N, entropy_N = (column.clone() for column in found_N2.unbind(1))
+        return logprobs_N.index_copy(0, self.own_n, logprobs_n), entropy_N.index_copy(0, self.own_n, entropy_n)
 
 
 class _GatheredKeys(torch.autograd.Function):
@@ -172,25 +164,6 @@ class _GatheredKeys(torch.autograd.Function):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=cut.group)
         return _sum_of_ranks(received, cut.group.size())[: ctx.num_rows].to(grad_KF.dtype), None
-
-
-class _WholePredictions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logprobs_n: Tensor, entropy_n: Tensor, where: Predictions) -> tuple[Tensor, Tensor]:
-        ctx.where = where
-        sent = torch.stack([logprobs_n, entropy_n], dim=1)
-        found_N2 = _gather(sent, where.most, where.group).index_select(0, where.sent_N)
-        logprobs_N, entropy_N = found_N2[:, 0].clone(), found_N2[:, 1].clone()
-        if not ctx.needs_input_grad[1]:
-            ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        own_n = ctx.where.own_n
-        of_entropy = entropy_N.index_select(0, own_n) if ctx.needs_input_grad[1] else None
-        return logprobs_N.index_select(0, own_n), of_entropy, None
 
 
 def _gather(own: Tensor, most_rows: int, group: dist.ProcessGroup) -> Tensor:

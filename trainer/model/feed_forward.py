@@ -45,8 +45,6 @@ class DenseMlp(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """The operations of one layer's feed-forward."""
-
     first: Sequence[Operation]
     """Those that are recomputed."""
     owners: Sequence[nn.Module]
@@ -56,7 +54,6 @@ class FeedForward:
     fed: Sequence[str]
     """What the stream adds, by name."""
     block: MoeBlock | None = None
-    """The experts and their router."""
 
 
 def make_feed_forward(layer: nn.Module, build: Build, number: int, normed: str, stream: str) -> FeedForward:

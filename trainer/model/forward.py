@@ -42,7 +42,6 @@ class Place:
     """What all operations of one call of a layer have in common."""
 
     by: Forward
-    """Computes them."""
     rope: tuple[Tensor, Tensor]
     sequences: PackedSequences
     kept: KeptAttention | None = None
@@ -57,7 +56,6 @@ class Forward:
     adapted: bool = True
     """With adapters; without, it is the base policy."""
     rounds_base_first: bool = False
-    """As in apply_together."""
     attention: EngineKernel | None = None
     """An engine's kernel for the attention's values."""
     attention_values: str | None = None
@@ -74,7 +72,6 @@ class Forward:
         return None
 
     def without_adapters(self) -> Forward:
-        """The same of the base policy."""
         return replace(self, adapted=False)
 
     def norm(self, norm: RMSNorm, x: Tensor, wide: Tensor | None = None) -> Tensor:
@@ -107,7 +104,6 @@ class Forward:
         return attend(q_TND, k_TGD, v_TO.unflatten(1, own.heads[2]), call, own.backend, self.attention).flatten(1)
 
     def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
-        """[T, H]."""
         gate, up = self.linears([mlp.gate_proj, mlp.up_proj], x_TH)
         product = (gelu_product if mlp.has_gelu else silu_product)(gate, up, mlp.activates_once)
         return self.linears([mlp.down_proj], product)[0]
@@ -125,7 +121,6 @@ class Forward:
     def experts(
         self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
     ) -> Tensor:
-        """The weighted sum of each token's experts."""
         most = at.sequences.most_tokens
         return block.run_experts(x_TH, weights_TK, ids_TK, keep, most_tokens=most, adapted=self.adapted)
 

@@ -109,7 +109,6 @@ class DecoderGraphs:
         self._fullest_bytes = 0
         """The most memory that was allocated so far, the pool's not counted."""
         self.num_replays = 0
-        """Forward passes so far that were replayed."""
 
     def __call__(
         self,
@@ -273,7 +272,6 @@ class GraphInputs:
             self.routes = RecordedRoutes(experts_TLK, F.pad(routes.is_recorded_T, (0, num_missing)))
 
     def fill(self, other: GraphInputs) -> None:
-        """Take over another microbatch of the same size."""
         for own, others in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(others)
 

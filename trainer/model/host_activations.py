@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,7 +50,6 @@ class HostPool:
         self.free: list[Tensor] = []
 
     def chunk(self) -> Tensor:
-        """Give a chunk of host memory, of CHUNK_BYTES, that nobody uses."""
         if self.free:
             return self.free.pop()
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
@@ -123,8 +123,6 @@ class MovedTensor:
 class HostLayer:
     """What one layer keeps for its backward, of one forward pass.
 
-    As a context it makes autograd save the moved tensors as they are here; all others it saves as ever.
-
     Args:
         before: of the layer before in the same pass; None for the first.
     """
@@ -133,7 +131,6 @@ class HostLayer:
         self._stack, self._before = stack, before
         self._moved: dict[int, MovedTensor] = {}
         self._written = self._read = None
-        self._hooks: Any = None
 
     def move(self, tensor: Tensor) -> MovedTensor | None:
         """Copy a tensor to the host, if it is not there yet. It must not change any more.
@@ -169,13 +166,9 @@ class HostLayer:
         for moved in self._moved.values():
             moved.on_device = None
 
-    def __enter__(self) -> None:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
-        self._hooks.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
-        self._hooks = None
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside, autograd saves the moved tensors as they are here; all others it saves as ever."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
 
     @property
     def _streams(self) -> Any:

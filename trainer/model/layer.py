@@ -98,7 +98,6 @@ class DecoderLayer(nn.Module):
         self.add_module(own.name, KINDS[type(own)](own, build))
         self.post_attention_layernorm = build.norm()
         self.adds = (AFTER, AFTER_FED) if spec.norms_halves else (DELTA, FED)
-        """What the stream adds, by name."""
         if spec.norms_halves:
             self.pre_feedforward_layernorm, self.post_feedforward_layernorm = build.norm(), build.norm()
         self.rope = spec.ropes.index(own.rope)
@@ -153,7 +152,6 @@ class DecoderLayer(nn.Module):
         return self.scaled(out_TH), sum_TH
 
     def scaled(self, x_TH: Tensor) -> Tensor:
-        """What the layer gives, by its factor."""
         return x_TH if self.layer_scalar is None else x_TH * self.layer_scalar.to(x_TH.dtype)
 
     @property
@@ -165,7 +163,6 @@ class DecoderLayer(nn.Module):
 
     @property
     def block(self) -> MoeBlock | None:
-        """The experts and their router, if the layer has any."""
         return next((one for one in self.children() if isinstance(one, MoeBlock)), None)
 
     @property
@@ -178,7 +175,6 @@ class DecoderLayer(nn.Module):
         return [operation for part in self.parts for operation in part.operations]
 
     def forward(self, x_TH: Tensor, run: Pass) -> Tensor:
-        """[T, H] -> [T, H], as the pass says."""
         is_recomputed = self.checkpointing and torch.is_grad_enabled()
         on_host = None if run.host is None else run.host.next_layer()
         known: dict[str, Any] = {STREAM: x_TH, SUM: run.take_sum(), ROUTES: None, KEEP_GATE_UP: None}
@@ -192,7 +188,7 @@ class DecoderLayer(nn.Module):
         if is_recomputed and self.keeps_gate_up:
             known[KEEP_GATE_UP] = _stays_on_device if on_host is None else on_host.move
         at = Place(run.by, run.ropes[self.rope], run.sequences, KeptAttention() if is_recomputed else None)
-        with nullcontext() if on_host is None else on_host:
+        with nullcontext() if on_host is None else on_host.saving():
             self._walk(at, known, is_recomputed=is_recomputed, on_host=on_host)
         if routes is not None:
             routes.flipped.append(known[FLIPPED])

@@ -87,7 +87,6 @@ def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _slope(capped_CV: Tensor, softcap: float | None) -> Tensor | None:
-    """The derivative of soft_capped."""
     return None if softcap is None else 1 - (capped_CV / softcap).square()
 
 

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from slipstream.trainer.parallel import gather_wholes, rows_of_rank
+from slipstream.trainer.parallel import cut_by_size, gather_wholes, rows_of_rank
 
 Place = tuple[nn.Module, str]
-"""A module and its parameter's name there."""
 
 BUCKET_BYTES = 256 << 20
-"""Bytes of gradients that are summed over ranks in one exchange, whole; more if one parameter's are."""
+"""Bytes of float32 gradients that are summed over ranks in one exchange, whole; more if one parameter's are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +41,11 @@ class _Held:
 
     @property
     def values(self) -> DTensor:
-        """What `rows` holds."""
         values = self.rows.data
         assert isinstance(values, DTensor)
         return values
 
     def add_gradient(self, local: Tensor) -> None:
-        """Add it to the gradient of this rank's rows."""
         mesh, placements = self.values.device_mesh, self.values.placements
         gradient = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=self.rows.shape, stride=self.rows.stride()
@@ -69,7 +66,6 @@ class WholeWeights:
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that have gradients during a call."""
         return [held.whole for held in self._trained]
 
     @contextmanager
@@ -103,7 +99,8 @@ class WholeWeights:
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         num_ranks, group = self._mesh.size(), self._mesh.get_group()
-        for bucket in _buckets([held for held in self._trained if held.whole.grad is not None]):
+        given = [held for held in self._trained if held.whole.grad is not None]
+        for bucket in cut_by_size(given, lambda held: 4 * held.whole.numel(), BUCKET_BYTES):
             parts = [_by_rank(held.whole.grad, num_ranks) for held in bucket if held.whole.grad is not None]
             for held in bucket:
                 held.whole.grad = None
@@ -134,21 +131,6 @@ def _cut(owner: nn.Module, name: str, mesh: DeviceMesh) -> _Held:
     held = _Held(owner, name, whole, nn.Parameter(rows, requires_grad=whole.requires_grad))
     setattr(owner, name, held.rows)
     return held
-
-
-def _buckets(held: Sequence[_Held]) -> Iterator[list[_Held]]:
-    """All of them, in order, in lists of at most BUCKET_BYTES of float32 gradients each."""
-    bucket: list[_Held] = []
-    num_bytes = 0
-    for one in held:
-        size = 4 * one.whole.numel()
-        if bucket and num_bytes + size > BUCKET_BYTES:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(one)
-        num_bytes += size
-    if bucket:
-        yield bucket
 
 
 def _by_rank(gradient: Tensor, num_ranks: int) -> Tensor:

@@ -63,7 +63,6 @@ class PackedBank(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Packed bits and scales."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
     def unpack(self, gate_up: Tensor, down: Tensor) -> None:

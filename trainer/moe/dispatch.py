@@ -65,8 +65,6 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The way of one microbatch's rows through one layer."""
-
     choice_of_row_S: Tensor
     """int64; row i, sorted by expert, is choice choice_of_row[i] = t * K + k."""
     token_of_row_S: Tensor
@@ -190,7 +188,7 @@ def _sums(counts: Sequence[int], shares: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The way of one microbatch's tokens through one layer."""
+    """The way of one microbatch's tokens through one layer, with the verbs of Dispatch."""
 
     group: dist.ProcessGroup
     num_tokens: int
@@ -206,10 +204,8 @@ class Gathered:
     weights_NK: Tensor
     """Routing weights, float32."""
     groups: RowGroups
-    """Rows of each local expert."""
 
     def taken_apart(self) -> tuple[list[Tensor], Callable[..., Gathered]]:
-        """As `Dispatch.taken_apart`."""
         of_groups, groups_of = self.groups.taken_apart()
         fixed = (self.group, self.num_tokens, self.most_tokens)
 
@@ -219,7 +215,6 @@ class Gathered:
         return [self.choice_of_row_S, self.token_of_row_S, self.row_of_choice_NK, self.weights_NK, *of_groups], again
 
     def sending(self, values_TH: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        """As `Dispatch.sending`."""
         wait = _all_gather(_padded(values_TH, self.most_tokens), self.group)
         return lambda: (wait(), self.token_of_row_S)
 
@@ -263,7 +258,6 @@ class Gathered:
         return of_choices_NK[first : first + self.num_tokens], others if first else after
 
     def weights_gradient(self, dw_S: Tensor) -> Callable[[], Tensor]:
-        """As `Dispatch.weights_gradient`."""
         dw_NK = torch.cat([dw_S, dw_S.new_zeros(1)])[self.row_of_choice_NK]  # -1: the last
         wait = _all_to_all(dw_NK, None, None, self.group)
         return lambda: wait().unflatten(0, (self.group.size(), -1))[:, : self.num_tokens].sum(0)

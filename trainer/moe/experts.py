@@ -144,7 +144,6 @@ class Experts(Adapted):
 
     @property
     def scale(self) -> float:
-        """alpha / rank of the adapters."""
         return 1.0 if self.lora is None else self.lora.scale
 
     @property

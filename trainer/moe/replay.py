@@ -25,7 +25,6 @@ class LayerRoutes:
     experts_TK: Tensor
     """uint8 or int16; meaningless where no route is recorded."""
     is_recorded_T: Tensor
-    """bool."""
 
     def instead_of(self, own_TK: Tensor) -> tuple[Tensor, Tensor]:
         """The experts to use.
@@ -48,7 +47,6 @@ class RecordedRoutes:
     experts_TLK: Tensor
     """uint8 or int16."""
     is_recorded_T: Tensor
-    """bool."""
     flipped: list[Tensor] = field(default_factory=list)
     """For each layer of a forward pass, what LayerRoutes.instead_of counted."""
 

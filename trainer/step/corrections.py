@@ -43,8 +43,6 @@ TRUNCATING = frozenset({Correction.tis, Correction.sequence_tis})
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeights:
-    """Weights of N tokens, and what was done to them."""
-
     weight_N: Tensor
     is_truncated_N: Tensor
     """bool; the weight is algorithm.correction_max because the ratio is above it."""

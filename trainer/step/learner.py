@@ -67,16 +67,13 @@ class Learner:
 
     @property
     def progress(self) -> dict[str, int]:
-        """The counters in a checkpoint."""
         return {"policy_version": self.policy_version, "num_updates": self.num_updates}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's trainable parameters."""
         return sum(values.nbytes for values in self.shards.values())
 
     def check_version(self, version: int) -> None:
-        """Raise TrainerError if a batch is for another version."""
         if version != self.policy_version:
             raise TrainerError(
                 f"rank {self._rank}: a batch for policy version {version} came to version {self.policy_version}"

@@ -63,7 +63,6 @@ def pack(lengths: Sequence[int], num_ranks: int, max_tokens: int, *, cp_size: in
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
-    """Sample indices by falling length, ties by index."""
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
@@ -117,7 +116,8 @@ def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> list
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Samples laid end to end: T tokens of S sequences, with N predictions that count.
+    """Samples laid end to end: T tokens of S sequences, with N predictions that count. Arrays of N are what LossTokens
+    calls alike (`response_positions`: positions_N), float32 or int64; `targets` are these tokens.
 
     Example, two samples [7 8 9] and [4 5] whose last two and last one tokens count:
     token_ids 7 8 9 4 5, positions 0 1 2 0 1, cu_seqlens 0 3 5, predictor_rows 0 1 3, targets 8 9 5,
@@ -133,19 +133,13 @@ class Microbatch:
     predictor_rows: np.ndarray
     """[N] int64; the row whose hidden state predicts the n-th counted token: one before it."""
     targets: np.ndarray
-    """[N] int64; that token."""
     rollout_logprobs: np.ndarray
-    """[N] float32."""
     advantages: np.ndarray
-    """[N] float32."""
     sequence_lengths: np.ndarray
-    """[N] int64; counted tokens of the sequence that the n-th token belongs to."""
     sequence_index: np.ndarray
-    """[N] int64; number of that sequence in the microbatch."""
     response_positions: np.ndarray
     """[N] int64; position of the n-th token behind the first counted one of its sequence."""
     staleness: np.ndarray
-    """[N] int64; steps between the version that is trained and the oldest version in the token's sample."""
     routed_experts: np.ndarray | None = None
     """[T, layers with experts, experts per token]; None: no sample has any."""
     has_route: np.ndarray | None = None
@@ -165,11 +159,9 @@ class Microbatch:
 
 _ZERO = np.zeros(1, np.float32)
 UNCOUNTED = Sample(np.zeros(1, np.int32), np.zeros(1, np.bool_), _ZERO, _ZERO, oldest_version=0)
-"""One token that does not count."""
 
 
 def extent_of(samples: Sequence[Sample]) -> Extent:
-    """The size of the microbatch that collate() makes."""
     lengths = [sample.num_tokens for sample in samples] or [1]
     has_routes = any(sample.routed_experts is not None for sample in samples)
     return Extent(sum(lengths), len(lengths), max(lengths), has_routes)
@@ -239,7 +231,6 @@ def _routes(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
 
 
 def _check_sample(index: int, sample: Sample, policy_version: int) -> None:
-    """Refuse a sample whose arrays do not describe one sequence."""
     sizes = {
         "token_ids": len(sample.token_ids),
         "loss_mask": len(sample.loss_mask),

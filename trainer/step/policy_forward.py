@@ -76,7 +76,6 @@ class ReferencePolicy:
 class PolicyForward:
     decoder: Decoder
     reference: ReferencePolicy | None
-    """None: the loss needs none."""
     loss_of: Loss
     options: TrainerOptions
     graphs: DecoderGraphs | None = None

@@ -72,18 +72,14 @@ class TokenLosses:
 
     loss_N: Tensor
     is_clipped_low_N: Tensor
-    """bool."""
     is_clipped_high_N: Tensor
-    """bool."""
 
 
 def clipped_loss(tokens: LossTokens, algorithm: AlgorithmConfig) -> TokenLosses:
-    """`clip` of the module's docstring."""
     return _clipped(tokens.log_ratio_N.exp(), tokens.advantages_N, algorithm, algorithm.dual_clip)
 
 
 def gspo_loss(tokens: LossTokens, algorithm: AlgorithmConfig) -> TokenLosses:
-    """`gspo` of the module's docstring."""
     sums_N = per_sequence((tokens.logprobs_N - tokens.old_logprobs_N).detach(), tokens.sequence_index_N)  # by sequence
     log_mean_N = (sums_N[tokens.sequence_index_N] / tokens.sequence_lengths_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_N = (log_mean_N + tokens.logprobs_N - tokens.logprobs_N.detach()).exp()

@@ -35,13 +35,11 @@ PROJECT = {
     1024: Tiling(64, 32, warps=8, stages=3),
     2048: Tiling(32, 32, warps=8, stages=2),
 }
-"""See launch.tiling_of."""
 CACHE_BYTES = 32 << 20
 """Bytes of tokens that stay in the cache in any order of reading. An H200's cache has 50 MB; writes use it, too."""
 
 
 def gather_rows_torch(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None) -> Tensor:
-    """x[source]."""
     return x[source_S]
 
 
@@ -86,7 +84,6 @@ def gather_rows_triton(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None
 def gather_project_triton(
     x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float = 1.0, v_EK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same as gather_project_torch, by a kernel; P may have any strides."""
     num_rows, num_columns, rank = source_S.shape[0], x.shape[1], p_ERK.shape[1]
     rows_SK, low_SR = x.new_empty(num_rows, num_columns), x.new_empty(num_rows, rank)
     dots_S = None if v_EK is None else torch.empty(num_rows, dtype=torch.float32, device=x.device)

@@ -80,7 +80,6 @@ def grouped_product_triton(
 
 
 def grouped_gradient_triton(left_SM: Tensor, right_SN: Tensor, groups: RowGroups) -> Tensor:
-    """[E, M, N]; zeros for an expert without rows."""
     shape = (groups.num_experts, left_SM.shape[1], right_SN.shape[1])
     out_EMN = left_SM.new_empty(shape)
     programs(_gradient, (cdiv(shape[2], 128), cdiv(shape[1], 64), shape[0]))(

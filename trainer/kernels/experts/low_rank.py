@@ -46,7 +46,6 @@ GRADIENT = {
     1024: Tiling(64, 64, warps=8, stages=3),
     2048: Tiling(32, 32, warps=8, stages=3),
 }
-"""See launch.tiling_of."""
 SPAN = 256
 """Columns per program of `add_low_rank`."""
 CUT_FROM_ROWS = 1 << 16
@@ -140,7 +139,6 @@ def add_dense_low_rank_triton(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, sca
 
 
 def _shape(rank: int, tiling: Tiling, rows: Tensor) -> dict[str, Any]:
-    """What `_add_low_rank` is compiled for."""
     return {
         "IS_BFLOAT16": rows.dtype is torch.bfloat16, "RANK": rank, "PADDED_RANK": padded_rank(rank),
         "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "SPAN": SPAN, "STAGES": tiling.stages,
@@ -339,7 +337,6 @@ def _add_parts(
 def _store_factor(
     out, acc, ranks, columns, is_rank, is_column, out_rank_stride, out_column_stride, IS_TRANSPOSED: tl.constexpr
 ):
-    """Write a tile of one expert's gradient."""
     value = acc.to(out.dtype.element_ty)
     if IS_TRANSPOSED:  # the rank is the output's fast index: transpose the tile so that threads write adjacent elements
         at = out + columns[:, None] * out_column_stride + ranks[None, :] * out_rank_stride

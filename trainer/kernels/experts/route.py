@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from slipstream.trainer.kernels.launch import cdiv, is_for_triton, next_power_of_2, programs
 
 TILE = 1024
-"""Scores of one program."""
 
 
 def route_torch(logits_TE: Tensor, top_k: int, does_normalize: bool, wide: bool = False) -> tuple[Tensor, Tensor]:
@@ -98,7 +97,6 @@ def _weights(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: 
 
 
 def route_backward_triton(logits_TE: Tensor, experts_TK: Tensor, dweights_TK: Tensor, does_normalize: bool) -> Tensor:
-    """The gradient of the logits, in their dtype."""
     logits_TE = logits_TE.contiguous()
     dlogits_TE = torch.empty_like(logits_TE)
     num_tokens, num_experts = logits_TE.shape

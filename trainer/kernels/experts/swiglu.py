@@ -59,7 +59,6 @@ _WIDE = {
     2048: Tiling(16, 16, warps=8, stages=2),
 }
 ADAPTED = {32: Tiling(64, 64, warps=4, stages=3), 128: Tiling(64, 32, warps=4, stages=3), **_WIDE}
-"""Tilings with an adapter; see launch.tiling_of."""
 ADAPTED_BACKWARD = {32: Tiling(16, 64, warps=1, stages=2), 128: Tiling(64, 64, warps=4, stages=2), **_WIDE}
 
 

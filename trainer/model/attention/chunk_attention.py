@@ -96,7 +96,6 @@ def _gradients(
     dout_CNV: Tensor, q_CND: Tensor, out_CNV: Tensor, sums_NC: Tensor, k_SGD: Tensor, v_SGV: Tensor, chunk: _Chunk,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the chunk's queries, keys and values."""
     first, before, count = chunk.num_first, chunk.num_empty, chunk.num_queries
     dout, q, out = (_rows(x, before) for x in (dout_CNV, q_CND, out_CNV))
     k, v, sums = _rows(k_SGD[first:]), _rows(v_SGV[first:]), _padded_sums(sums_NC, before)
@@ -121,7 +120,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, is_causal:
 def _backward(
     dout: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, is_causal: bool
 ) -> list[Tensor]:
-    """Rows of the gradients of q, k and v."""
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     lengths = q.shape[2], k.shape[2]
@@ -138,7 +136,6 @@ def _rows(x_CND: Tensor, before: int = 0) -> Tensor:
 
 
 def _exactly(x_RND: Tensor) -> Tensor:
-    """[1, N, R, D]."""
     return x_RND.transpose(0, 1)[None]
 
 

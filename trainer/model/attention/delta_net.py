@@ -33,8 +33,6 @@ class Vector(nn.Module):
 
 
 class GatedDeltaNet(Attention):
-    """Linear attention with a state per value head."""
-
     output_name = "out_proj"
 
     def __init__(self, own: DeltaNetSpec, build: Build) -> None:

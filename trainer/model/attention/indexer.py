@@ -32,7 +32,6 @@ from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.recompute import Recomputed
 
 BLOCK = 256
-"""Queries of a block."""
 NORM_EPS = 1e-6
 """The norm of keys has it, whatever the config says (transformers and vLLM)."""
 

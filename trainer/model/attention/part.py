@@ -37,7 +37,6 @@ class Attention(nn.Module, ABC):
 
     @property
     def output(self) -> Linear:
-        """The heads' projection."""
         return self.linear(self.output_name)
 
     def linear(self, name: str) -> Linear:
