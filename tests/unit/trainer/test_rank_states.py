@@ -4,7 +4,6 @@ import json
 import math
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,24 +177,6 @@ def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path,
         for file in ("adapter_model.safetensors", "adapter_config.json"):
             written, expected = (tmp_path / name / folder / file for folder in ("adapter", "expected"))
             assert written.read_bytes() == expected.read_bytes()
-
-
-def test_memory_for_copies_is_used_again_once_what_is_in_it_is_written(tmp_path, monkeypatch):
-    rank, may_write, events = make_rank(), threading.Event(), []
-    copy = rank.states._copies.begin
-
-    def write_later(folder: Path, *arguments: Any) -> None:
-        assert may_write.wait(60), "nobody lets it write"
-        write_rank_state(folder, *arguments)
-        events.append(f"wrote {folder.name}")
-
-    monkeypatch.setattr("slipstream.trainer.rank_states.write_rank_state", write_later)
-    monkeypatch.setattr(rank.states._copies, "begin", lambda: events.append("copies") or copy())
-    rank.states.begin_checkpoint(tmp_path / "first")
-    threading.Timer(0.2, may_write.set).start()
-    rank.states.begin_checkpoint(tmp_path / "second")
-    rank.states._writes.finish()
-    assert events == ["copies", "wrote first", "copies", "wrote second"]
 
 
 def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):

@@ -103,57 +103,6 @@ def test_a_forward_of_two_engine_ranks_is_the_model(config):
     assert not torch.equal(mine, wanted)
 
 
-class RecordingOperations(TorchOperations):
-    """Keeps every weight that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[Tensor] = []
-
-    def linear(self, x, weight, bias=None):
-        self.weights.append(weight)
-        return super().linear(x, weight, bias)
-
-    def experts(self, x, gate_up, down, weights, experts):
-        self.weights += [gate_up, down]
-        return super().experts(x.float(), gate_up.float(), down.float(), weights, experts).to(x.dtype)
-
-
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-def test_weights_have_the_bits_that_a_publish_writes(config):
-    operations = RecordingOperations()
-    decoder = make_decoder({**config, "num_hidden_layers": 1}, dtype=torch.bfloat16, by=forward_of(operations))
-    with torch.no_grad():
-        decoder(*packed())
-    source = TrainerWeightSource(decoder, rank=0)
-    source.begin(1)
-
-    def published(name: str) -> Tensor:
-        meta = next(tensor for tensor in source.layout().tensors if tensor.name == name)
-        out = torch.empty(meta.shape, dtype=torch.bfloat16)
-        source.read(name, Region((0,) * len(meta.shape), meta.shape), out)
-        return out
-
-    layer, attention = "model.layers.0.mlp.", "model.layers.0.self_attn."
-    wanted = [
-        torch.cat([published(f"{attention}{x}_proj.weight") for x in "qkv"]),
-        published(attention + "o_proj.weight"),
-    ]
-    if config is DENSE:
-        wanted += [torch.cat([published(f"{layer}{x}_proj.weight") for x in ("gate", "up")])]
-        wanted += [published(layer + "down_proj.weight")]
-    else:
-        experts = [
-            [published(f"{layer}experts.{e}.{x}_proj.weight") for x in ("gate", "up", "down")]
-            for e in range(MOE["num_experts"])
-        ]
-        wanted += [published(layer + "gate.weight"), torch.stack([torch.cat(e[:2]) for e in experts])]
-        wanted += [torch.stack([e[2] for e in experts])]
-    assert len(operations.weights) == len(wanted)
-    for mine, other in zip(operations.weights, wanted, strict=True):
-        assert torch.equal(mine, other)
-
-
 def test_a_node_that_cannot_run_it_says_so_once_or_takes_its_own() -> None:
     """Asked for, it is refused with one message; by default the trainer's own is taken, and the log says why."""
     own = "the trainer's own"

@@ -99,61 +99,6 @@ def test_rows_are_sorted_by_expert_and_come_back():
     assert torch.equal(plan.weights_gradient(rows[:, 0])(), x[:, :1].expand(6, 3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_router_is_transformers_to_the_bit(dtype, norm_topk_prob):
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
-
-    config = Qwen3MoeConfig(hidden_size=32, num_experts=16, num_experts_per_tok=4, norm_topk_prob=norm_topk_prob)
-    oracle = Qwen3MoeTopKRouter(config).to(dtype)
-    moe = MoeSpec(num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=norm_topk_prob, layers=(True,))
-    router = Router(moe, 32, weight_dtype=dtype, numerics=AS_TRANSFORMERS.places)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        oracle.weight.copy_(torch.randn(16, 32, generator=generator))
-        router.weight.copy_(oracle.weight)
-        x = torch.randn(50, 32, generator=generator).to(dtype)
-        _, scores, indices = oracle(x)
-        routing = router(x)
-    assert torch.equal(routing.experts_TK, indices)
-    assert torch.equal(routing.weights_TK, scores)
-
-
-def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
-    """Forward: the products of float32 factors. Backward: of float64's gradient, rounded once. A trained one's
-    weight gets float64's gradient, too."""
-    moe = MoeSpec(
-        num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid
-    )
-    router = Router(moe, 64, weight_dtype=torch.bfloat16, numerics=AS_TRANSFORMERS.places)
-    assert router.e_score_correction_bias.dtype is torch.float32
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        router.weight.copy_(torch.randn(16, 64, generator=generator) / 8)
-        router.e_score_correction_bias.zero_()
-    x = torch.randn(50, 64, generator=generator).bfloat16()
-    dweights = torch.randn(50, 4, generator=generator)
-    results = []
-    for is_trained in (False, True):
-        router.weight.requires_grad_(is_trained)
-        start = x.clone().requires_grad_()
-        routing = router(start)
-        (routing.weights_TK * dweights).sum().backward()
-        results.append((routing, start.grad))
-    (mine, dx), (wide, _) = results
-    assert torch.equal(mine.experts_TK, wide.experts_TK)
-    assert torch.allclose(mine.weights_TK, wide.weights_TK, rtol=1e-6)
-
-    exact, weight = x.double().requires_grad_(), router.weight.detach().double().requires_grad_()
-    chosen = (exact @ weight.t()).sigmoid().gather(1, mine.experts_TK)
-    (chosen / chosen.sum(-1, keepdim=True) * moe.scaling_factor * dweights).sum().backward()
-    assert router.weight.grad is not None and exact.grad is not None and weight.grad is not None
-    for found, wanted in ((dx, exact.grad), (router.weight.grad, weight.grad)):
-        error = (found.double() - wanted).abs()
-        assert bool((error <= 2**-8 * wanted.abs() + 1e-5 * wanted.abs().mean()).all())
-
-
 ROUTERS = {
     "softmax": {},
     "not normalized": {"norm_topk_prob": False},
@@ -197,6 +142,47 @@ def formula_of(router, x, experts_TK):
     if moe.is_beside_dense:
         weights = weights * values["per_expert_scale"][experts_TK]
     return weights * moe.scaling_factor, judged, values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_router_is_transformers_to_the_bit(dtype, norm_topk_prob):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    config = Qwen3MoeConfig(hidden_size=48, num_experts=12, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob)
+    oracle = Qwen3MoeTopKRouter(config).to(dtype)
+    router, x = router_of("softmax", dtype, norm_topk_prob=norm_topk_prob)
+    with torch.no_grad():
+        oracle.weight.copy_(router.weight)
+        _, scores, indices = oracle(x)
+        routing = router(x)
+    assert torch.equal(routing.experts_TK, indices)
+    assert torch.equal(routing.weights_TK, scores)
+
+
+def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
+    """Forward: the products of float32 factors. Backward: of float64's gradient, rounded once. A trained one's
+    weight gets float64's gradient, too."""
+    router, x = router_of("sigmoid", torch.bfloat16, top_groups=4)
+    assert router.e_score_correction_bias.dtype is torch.float32
+    dweights, results = torch.randn(20, 3, generator=torch.Generator().manual_seed(6)), []
+    for is_trained in (False, True):
+        router.weight.requires_grad_(is_trained)
+        start = x.clone().requires_grad_()
+        routing = router(start)
+        (routing.weights_TK * dweights).sum().backward()
+        results.append((routing, start.grad))
+    (mine, dx), (wide, _) = results
+    assert torch.equal(mine.experts_TK, wide.experts_TK)
+    assert torch.allclose(mine.weights_TK, wide.weights_TK, rtol=1e-6)
+
+    exact = x.double().requires_grad_()
+    wanted, _, values = formula_of(router, exact, mine.experts_TK)
+    (wanted * dweights).sum().backward()
+    for found, expected in ((dx, exact.grad), (router.weight.grad, values["weight"].grad)):
+        error = (found.double() - expected).abs()
+        assert bool((error <= 2**-8 * expected.abs() + 1e-5 * expected.abs().mean()).all())
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -293,36 +279,20 @@ def test_gemmas_tokens_are_rounded_after_each_factor_as_vllm_has_them():
 @pytest.mark.parametrize("top_k", [1, 4])
 @pytest.mark.parametrize(("place", "factors"), [(RoutedScale.weights, (2.5, 1.0)), (RoutedScale.output, (1.0, 2.5))])
 def test_weights_or_their_sum_are_multiplied_by_the_models_factor(place, factors, top_k):
-    moe = MoeSpec(
-        num_experts=16, top_k=top_k, intermediate_size=8, norm_topk_prob=True, layers=(True,), scaling_factor=2.5,
-        score=RouterScore.sigmoid,
-    )  # fmt: skip
-    router = Router(moe, 64, weight_dtype=torch.float32, numerics=replace(AS_TRANSFORMERS.places, routed_scale=place))
-    with torch.no_grad():
-        for parameter in router.parameters():
-            parameter.zero_()
-        router.e_score_correction_bias.zero_()
-        sums_T = router(torch.randn(3, 64)).weights_TK.sum(-1)
+    router, x = router_of("sigmoid", numerics=replace(AS_TRANSFORMERS.places, routed_scale=place), top_k=top_k)
+    sums_T = router(x).weights_TK.sum(-1)
     assert (router.factor_of_weights, router.factor_of_output) == factors
-    assert sums_T.tolist() == pytest.approx([factors[0]] * 3)
+    assert sums_T.tolist() == pytest.approx([factors[0]] * 20)
 
 
 @pytest.mark.parametrize("top_groups", [1, 2, 4])
 def test_experts_are_of_the_best_groups_also_where_all_of_their_scores_are_negative(top_groups):
     """A bias that is the same for all experts changes no choice, however far it is below the scores."""
-    moe = MoeSpec(
-        num_experts=12, top_k=3, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
-        num_groups=4, top_groups=top_groups,
-    )  # fmt: skip
-    router = Router(moe, 64, weight_dtype=torch.float32, numerics=AS_TRANSFORMERS.places)
-    generator = torch.Generator().manual_seed(5)
-    x, chosen = torch.randn(50, 64, generator=generator), []
-    assert router.e_score_correction_bias is not None
-    with torch.no_grad():
-        router.weight.copy_(torch.randn(12, 64, generator=generator) / 8)
-        for bias in (0.0, -2.0):
-            router.e_score_correction_bias.fill_(bias)
-            chosen.append(router(x).experts_TK)
+    router, x = router_of("sigmoid", top_groups=top_groups)
+    chosen = []
+    for bias in (0.0, -2.0):
+        router.e_score_correction_bias.data.fill_(bias)
+        chosen.append(router(x).experts_TK)
     assert torch.equal(*chosen)
     groups = torch.div(chosen[0], 3, rounding_mode="floor").sort().values
     assert 1 + (groups.diff() != 0).sum(-1).max() == min(top_groups, 3)

@@ -255,6 +255,7 @@ def test_another_seed_draws_other_weights():
     first = held.model.embed_tokens.weight.clone()
     load_weights(held, other, seed=0)
     assert not torch.equal(first, held.model.embed_tokens.weight)
+    assert float(first.std()) == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_block_fp8_checkpoint_is_read_as_its_values(tmp_path):
