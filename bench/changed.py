@@ -30,9 +30,12 @@ from bench.environment import environment  # noqa: E402
 from examples.real_model.tasks import rows as rows_of  # noqa: E402
 from slipstream.conf import schema  # noqa: E402
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource  # noqa: E402
-from slipstream.trainer.options import TrainerOptions  # noqa: E402
 from slipstream.trainer.rank import TrainerRank  # noqa: E402
-from slipstream.trainer.types import Denominators, Sample  # noqa: E402
+from slipstream.trainer.types import (  # noqa: E402
+    Denominators,
+    Sample,
+    TrainerOptions,
+)
 from slipstream.trainer.weights.quantization import SCALE_SUFFIX, BlockFp8  # noqa: E402
 from slipstream.weight_sync.changes import max_records, stream_bytes  # noqa: E402
 

@@ -71,9 +71,9 @@ def run_rank(args: argparse.Namespace) -> None:
 
         block.gathers = lambda *_: False
     if args.by_layer:
-        from slipstream.trainer.model import shard_decoder
+        from slipstream.trainer.model import build_decoder
 
-        shard_decoder.WHOLE_SHARE = 0
+        build_decoder.WHOLE_SHARE = 0
     num_ranks, ep_size = sizes(args.layout)
     place = Place(num_ranks, ep_size, rank=args.rank_index, rendezvous=f"file://{args.out}.meet")
     if args.graph_tokens is not None:

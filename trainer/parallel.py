@@ -7,7 +7,7 @@
     cp      [0 1] [2 3]     with cp_size = 2: a cp group trains the same microbatches, each rank its tokens of them
 
 Does not own the process group: whoever starts the rank initializes torch.distributed (when world_size > 1). Does not
-own which module is sharded over which mesh (model/shard_decoder.py).
+own which module is sharded over which mesh (model/build_decoder.py).
 """
 
 from __future__ import annotations

@@ -31,12 +31,10 @@ from slipstream.trainer.adapter_io import load_adapter
 from slipstream.trainer.delivery.delivery import Delivery
 from slipstream.trainer.engine_ops.engine_forward import choose_forward
 from slipstream.trainer.errors import TrainerError
-from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.build_decoder import build_decoder, dense_trainable, expert_trainable, sharded_dense
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.graphs import DecoderGraphs, refusal_of_graphs
-from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable, sharded_dense
 from slipstream.trainer.model.whole_weights import extra_bytes
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import ParallelLayout, take_device
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.rank_states import RankStates
@@ -44,7 +42,7 @@ from slipstream.trainer.step.learner import Learner
 from slipstream.trainer.step.loss import LOSSES, LossAccumulator
 from slipstream.trainer.step.microbatches import collate, extent_of, made_up_samples
 from slipstream.trainer.step.policy_forward import PolicyForward, ReferencePolicy
-from slipstream.trainer.types import Denominators, Extent, LossStats, OptimStats, Sample, Scores
+from slipstream.trainer.types import Denominators, Extent, LossStats, OptimStats, Sample, Scores, TrainerOptions
 from slipstream.trainer.weights.factors import planned_merges
 from slipstream.trainer.weights.loading import load_weights, open_reader
 from slipstream.trainer.weights.quantization import BlockFp8

@@ -31,9 +31,9 @@ from slipstream.trainer.checkpoint.rank_state import (
 )
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.step.learner import Learner
+from slipstream.trainer.types import TrainerOptions
 
 
 class RankStates:

@@ -24,11 +24,10 @@ from bench.environment import ROOT
 from slipstream.conf import schema
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router, Routing
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import local_part
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.step.adamw import MOMENTS
-from slipstream.trainer.types import Denominators, Sample
+from slipstream.trainer.types import Denominators, Sample, TrainerOptions
 
 SEED = 3
 

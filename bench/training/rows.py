@@ -33,8 +33,8 @@ class Ours:
         self, config: dict[str, Any], state: str, args: argparse.Namespace, place: Place | None = None
     ) -> None:
         from slipstream.conf import schema
-        from slipstream.trainer.options import TrainerOptions
         from slipstream.trainer.rank import TrainerRank
+        from slipstream.trainer.types import TrainerOptions
 
         adapters = "float32" if state in ("float32", "host") else "bfloat16"
         moments = "bfloat16" if state == "offload" else state

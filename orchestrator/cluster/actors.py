@@ -44,9 +44,8 @@ default the driver does both, 2.3 GB a second, and a GPU computes nothing meanwh
 """
 
 if TYPE_CHECKING:
-    from slipstream.trainer.options import TrainerOptions
     from slipstream.trainer.rank import TrainerRank
-    from slipstream.trainer.types import OptimStats
+    from slipstream.trainer.types import OptimStats, TrainerOptions
     from slipstream.weight_sync.publish.report import PublishReport
 
 

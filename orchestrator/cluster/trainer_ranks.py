@@ -21,8 +21,8 @@ from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup, call_al
 from slipstream.orchestrator.cluster.rebirth import Keepers, LivingRanks, Ranks, Rebirth
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.trainer.checkpoint.keeper import Address
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.step.microbatches import full_microbatch
+from slipstream.trainer.types import TrainerOptions
 
 logger = logging.getLogger(__name__)
 

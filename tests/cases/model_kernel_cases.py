@@ -7,7 +7,9 @@ import torch
 
 from cases.kernel_inputs import H, assert_near, draw, dtypes_of, is_tried
 from slipstream.trainer.kernels.adamw_update import Codes, adamw_triton
-from slipstream.trainer.kernels.dense_activation import (
+from slipstream.trainer.kernels.elementwise import (
+    residual_sum_torch,
+    residual_sum_triton,
     silu_product_backward_triton,
     silu_product_torch,
     silu_product_triton,
@@ -26,7 +28,6 @@ from slipstream.trainer.kernels.log_softmax import (
     logits_gradient_torch,
     logits_gradient_triton,
 )
-from slipstream.trainer.kernels.residual import residual_sum_torch, residual_sum_triton
 from slipstream.trainer.kernels.rms_norm import (
     add_rms_norm_torch,
     norm_rotate_torch,

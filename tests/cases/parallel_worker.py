@@ -17,9 +17,8 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Activations, LoraConfig, NumericsConfig, TrainMode
 from slipstream.trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
 from slipstream.trainer.model import whole_weights
-from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.build_decoder import build_decoder, dense_trainable, expert_trainable
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable
 from slipstream.trainer.parallel import ParallelLayout, gather_wholes, local_part, whole
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.weights.loading import CheckpointReader, RandomReader, load_weights

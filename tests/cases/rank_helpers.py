@@ -31,10 +31,9 @@ from slipstream.conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import sharded_rows
 from slipstream.trainer.rank import TrainerRank
-from slipstream.trainer.types import Denominators, LossStats, Sample
+from slipstream.trainer.types import Denominators, LossStats, Sample, TrainerOptions
 
 VOCAB = 40
 LORA = LoraConfig(rank=4, alpha=8.0)

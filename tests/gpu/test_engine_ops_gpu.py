@@ -20,7 +20,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.checks.model import BITWISE_HEAD_DIMS
 from slipstream.conf.schema import CombineMode
 from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
-from slipstream.trainer.kernels.dense_activation import silu_product
+from slipstream.trainer.kernels.elementwise import silu_product
 from slipstream.trainer.kernels.experts.combine import weighted_sum
 from slipstream.trainer.kernels.experts.route import route
 from slipstream.trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm

@@ -26,10 +26,9 @@ from slipstream.conf.schema import (
     WeightSyncConfig,
 )
 from slipstream.trainer.model import graphs
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.step.microbatches import made_up_samples
-from slipstream.trainer.types import Denominators, Sample
+from slipstream.trainer.types import Denominators, Sample, TrainerOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

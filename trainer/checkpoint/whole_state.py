@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.trainer.errors import CheckpointError
+from slipstream.trainer.model.build_decoder import dense_trainable, expert_trainable
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable
 from slipstream.trainer.moe.block import expert_shares
 
 

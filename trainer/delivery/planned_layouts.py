@@ -1,7 +1,7 @@
 """What every trainer rank would hold, from one decoder on torch's meta device: no process, no GPU, no weights.
 
 Owns: cutting that decoder's tensors for ranks that need not exist, and the sizes that follow. Does not own the rules:
-which parameters are whole on every rank is shard_decoder.py's, rows of a rank parallel.py's, experts of a rank
+which parameters are whole on every rank is build_decoder.py's, rows of a rank parallel.py's, experts of a rank
 moe/block.py's, names and rectangles those of shards.py and adapter_source.py. A rank that exists is not built
 for each one that is planned: FSDP2 over Kimi-K2 takes seconds a rank. A test compares every layout with what real ranks
 report.
@@ -21,8 +21,7 @@ from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.schema import Device, TrainerConfig
 from slipstream.trainer.delivery.adapter_source import held_factors
 from slipstream.trainer.lora import Linear
-from slipstream.trainer.model.build_decoder import build_whole
-from slipstream.trainer.model.shard_decoder import WHOLE_SHARE, replicated_parameters, sharded_dense
+from slipstream.trainer.model.build_decoder import WHOLE_SHARE, build_whole, replicated_parameters, sharded_dense
 from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.moe.block import expert_shares
 from slipstream.trainer.moe.experts import Experts

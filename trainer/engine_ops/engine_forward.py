@@ -25,8 +25,6 @@ from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.schema import AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
 from slipstream.trainer.engine_ops.published import (
     PublishedAdapters,
-    base_experts,
-    base_linears,
     published_experts,
     published_linears,
 )
@@ -199,7 +197,7 @@ class SlotForward(EngineForward):
     slots: PublishedAdapters
 
     def side_by_side(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
-        out = self.operations.linear(x, *base_linears(linears, x.dtype))
+        out = self.operations.linear(x, *published_linears(linears, x.dtype, adapted=False))
         if not self.adapted or all(linear.lora is None for linear in linears):
             return out
         return self.adapters.add(out, x, self.slots.linears(linears, x.dtype))
@@ -210,7 +208,7 @@ class SlotForward(EngineForward):
     def experts(
         self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
     ) -> Tensor:
-        base = base_experts(block.experts, x_TH.dtype)
+        base = published_experts(block.experts, x_TH.dtype, adapted=False)
         if not self.adapted or block.experts.lora is None:
             return self.operations.experts(x_TH, *base, weights_TK, ids_TK)
         return self.adapters.experts(x_TH, base, self.slots.experts(block.experts, x_TH.dtype), weights_TK, ids_TK)

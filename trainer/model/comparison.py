@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.trainer.kernels.residual import residual_sum
+from slipstream.trainer.kernels.elementwise import residual_sum
 from slipstream.trainer.kernels.rms_norm import norm_rotate
 from slipstream.trainer.model.attention.grouped_queries import TURNED, GroupedQueryAttention
 from slipstream.trainer.model.build import RMSNorm

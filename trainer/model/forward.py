@@ -19,8 +19,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from slipstream.trainer.kernels.dense_activation import gelu_product, silu_product
-from slipstream.trainer.kernels.residual import residual_sum
+from slipstream.trainer.kernels.elementwise import gelu_product, residual_sum, silu_product
 from slipstream.trainer.kernels.rms_norm import norm_rotate
 from slipstream.trainer.lora import Linear, apply_together
 from slipstream.trainer.model.attention.attend import attend

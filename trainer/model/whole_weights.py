@@ -9,7 +9,7 @@ A rank's rows are a view of the whole, so that an update writes them there, and 
 is trained is gathered at every call, what is frozen at the first one. Memory for it is held throughout (`extra_bytes`).
 
 Owns that memory, the exchange and the sums. Does not own which parameters these are, nor the choice between this and
-FSDP2, which gathers layer by layer (shard_decoder.py). Invariant: all ranks use it together; a sum is in float32, in
+FSDP2, which gathers layer by layer (build_decoder.py). Invariant: all ranks use it together; a sum is in float32, in
 the order of the backend's reduce-scatter, and the same in every layout of experts.
 """
 

@@ -12,22 +12,12 @@ Does not own products.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.trainer.kernels.experts.dequant import GROUP, dequantize_int4, dequantize_mxfp4
-
-
-class Towards(StrEnum):
-    """Which neighbouring layer is used next."""
-
-    output = "output"
-    """The next layer: forward."""
-    input = "input"
-    """The layer before: backward."""
 
 
 class PackedBank(nn.Module):
@@ -57,8 +47,9 @@ class PackedBank(nn.Module):
             self.register_buffer(f"{name}_packed", packed)
             self.register_buffer(f"{name}_scale", scale)
 
-    def weights(self, towards: Towards) -> tuple[Tensor, Tensor]:
-        """gate_up (E, 2I, H) and down (E, H, I). Valid until weights are asked for the layer after the next one."""
+    def weights(self, towards: int) -> tuple[Tensor, Tensor]:
+        """gate_up (E, 2I, H) and down (E, H, I). Valid until weights are asked for the layer after the next one.
+        `towards`: 1 where the next layer is used next, in forward; -1: the layer before."""
         return self._unpacked.take(self._index, towards)
 
     @property
@@ -102,7 +93,7 @@ class UnpackBuffers:
         self._banks.append(bank)
         return len(self._banks) - 1
 
-    def take(self, index: int, towards: Towards) -> tuple[Tensor, Tensor]:
+    def take(self, index: int, towards: int) -> tuple[Tensor, Tensor]:
         """Return layer `index` unpacked, for use on the current stream, and begin to unpack its neighbour."""
         device = self._banks[index].get_buffer("gate_up_packed").device
         if not self._pairs:
@@ -115,7 +106,7 @@ class UnpackBuffers:
         pair = self._pairs[here]
         self._wait(pair)
         self._last = here
-        neighbour = index + (1 if towards is Towards.output else -1)
+        neighbour = index + towards
         other = self._pairs[1 - here]
         if self._stream is not None and 0 <= neighbour < len(self._banks) and other.held != neighbour:
             self._wait(other)  # so that two fills of one pair run in order

@@ -49,7 +49,7 @@ from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.kernels.experts.low_rank import low_rank_gradient
 from slipstream.trainer.kernels.experts.swiglu import InnerAdapter, activate, activate_backward
 from slipstream.trainer.lora import Adapted, adapter_dtype
-from slipstream.trainer.moe.bank import PackedBank, Towards, UnpackBuffers
+from slipstream.trainer.moe.bank import PackedBank, UnpackBuffers
 from slipstream.trainer.moe.dispatch import Dispatch, Gathered
 from slipstream.trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
 
@@ -152,7 +152,7 @@ class Experts(Adapted):
         return self.combine_mode is CombineMode.vllm_like and self.backend is GroupedBackend.triton
 
     def weights(
-        self, gate_up: Tensor | None, down: Tensor | None, dtype: torch.dtype, towards: Towards
+        self, gate_up: Tensor | None, down: Tensor | None, dtype: torch.dtype, towards: int
     ) -> tuple[Tensor, Tensor]:
         """gate_up (E, 2I, H) and down (E, H, I) in the compute dtype: these, or those that stay packed."""
         if self.packed is not None:
@@ -187,7 +187,7 @@ class _RoutedExperts(torch.autograd.Function):
         stored = (a_gate_up, b_gate_up, a_down, b_down)
         a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, x_TH.dtype, groups) for x in stored)
         inner = _inner_adapter(a_down, b_gate_up, bank.scale)
-        wgu, wd = bank.weights(gate_up, down, x_TH.dtype, Towards.output)
+        wgu, wd = bank.weights(gate_up, down, x_TH.dtype, towards=1)
         rows, source = (receive_x or plan.sending(x_TH))()
         if a_gate_up is None:
             rows, xa = gather_rows(rows, source, groups.ends_E), None
@@ -232,7 +232,7 @@ class _RoutedExperts(torch.autograd.Function):
         _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *others = ctx.needs_input_grad
         does_adapt = any(others[: len(ctx.adapter_dtypes)])
         inner = _inner_adapter(a_down, b_gate_up, bank.scale)
-        wgu, wd = bank.weights(gate_up, down, dtype, Towards.input)
+        wgu, wd = bank.weights(gate_up, down, dtype, towards=-1)
 
         receive_x = plan.sending(x_TH)  # runs during the products of g
         w_R = plan.weights_of_rows(weights_TK)

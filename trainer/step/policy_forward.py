@@ -23,13 +23,12 @@ from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.graphs import DecoderGraphs
 from slipstream.trainer.moe.replay import RecordedRoutes
-from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import on_device
 from slipstream.trainer.step.loss import Loss, PolicyLoss
 from slipstream.trainer.step.microbatches import Microbatch, collate
 from slipstream.trainer.step.mismatch import kl_estimates
 from slipstream.trainer.step.surrogates import LossTokens
-from slipstream.trainer.types import Denominators, Extent, Sample, Scores
+from slipstream.trainer.types import Denominators, Extent, Sample, Scores, TrainerOptions
 
 
 class ReferencePolicy:

@@ -6,7 +6,7 @@ rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are `mlp.experts.3.gate_proj.weight
 through its whole stack: the first of these is row 3 * 2I. One call merges rows that follow each other (`RowRun`).
 
 Invariant: over all ranks, the regions of one checkpoint tensor are disjoint and cover it, or every rank holds all of it
-(model.shard_decoder.replicated_parameters). No function here communicates.
+(model.build_decoder.replicated_parameters). No function here communicates.
 """
 
 from __future__ import annotations

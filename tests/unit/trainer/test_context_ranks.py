@@ -27,7 +27,7 @@ from cases.tiny_configs import DEEPSEEK, DENSE, GEMMA3, MISTRAL
 
 from slipstream.conf.schema import AlgorithmConfig, Normalization, TrainMode
 from slipstream.trainer.errors import TrainerError
-from slipstream.trainer.model import context, shard_decoder
+from slipstream.trainer.model import build_decoder, context
 from slipstream.trainer.parallel import ParallelLayout
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.step.microbatches import pack
@@ -112,10 +112,10 @@ def plant(fault: str) -> None:
 
 def load(kind: str, model: str, *place: Any, **sizes: int) -> TrainerRank:
     """A rank whose policy is not its reference: adapters that are not zero, or weights that have moved."""
-    mode, share = TrainMode.full if "full" in kind else TrainMode.lora, shard_decoder.WHOLE_SHARE
-    shard_decoder.WHOLE_SHARE = 0 if "by layer" in kind else share
+    mode, share = TrainMode.full if "full" in kind else TrainMode.lora, build_decoder.WHOLE_SHARE
+    build_decoder.WHOLE_SHARE = 0 if "by layer" in kind else share
     made = make_rank(*place, mode=mode, algorithm=ALGORITHM, hf_config=MODELS[model], **sizes)
-    shard_decoder.WHOLE_SHARE = share
+    build_decoder.WHOLE_SHARE = share
     assert (made.decoder.whole is None) == ("by layer" in kind or made.decoder.layout.world_size == 1)
     if kind != "mixed":
         fill_adapters(made, made.decoder.layout.world_size)

@@ -30,7 +30,7 @@ from slipstream.conf.schema import AttentionValues, LoraConfig, TrainMode
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.engine_ops.engine_forward import EngineForward, MergedForward, SlotForward, choose_forward
-from slipstream.trainer.engine_ops.published import Factors, PublishedAdapters, base_linears, published_linears
+from slipstream.trainer.engine_ops.published import Factors, PublishedAdapters, published_linears
 from slipstream.trainer.engine_ops.vllm_operations import refusal_of_engine_attention
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.lora import Linear
@@ -315,4 +315,4 @@ def test_weights_side_by_side_are_those_of_each_alone_where_some_have_an_adapter
         assert len(own) == len(leaves)
         weight, _ = published_linears(own, torch.float32)
         assert torch.equal(weight, torch.cat([published_linears([one], torch.float32)[0] for one in own]))
-        assert not torch.equal(weight, base_linears(own, torch.float32)[0])
+        assert not torch.equal(weight, published_linears(own, torch.float32, adapted=False)[0])

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, GELU_TANH, SWIGLU
 from slipstream.conf.schema import Activations, CombineMode, Rounding, RoutedScale, RouterFormat, RouterLogits
-from slipstream.trainer.kernels.dense_activation import silu_product
+from slipstream.trainer.kernels.elementwise import residual_sum, silu_product
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.kernels.experts.route import route
 from slipstream.trainer.kernels.experts.swiglu import activate
-from slipstream.trainer.kernels.residual import residual_sum
 from slipstream.trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.feed_forward import DenseMlp

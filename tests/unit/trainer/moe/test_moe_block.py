@@ -20,7 +20,7 @@ from slipstream.conf.architecture.moe_spec import ExpertFormat
 from slipstream.conf.schema import Activations
 from slipstream.trainer.adapter_io import pack_expert_a, pack_expert_b
 from slipstream.trainer.moe import dispatch, experts as arithmetic
-from slipstream.trainer.moe.bank import PackedBank, Towards, UnpackBuffers
+from slipstream.trainer.moe.bank import PackedBank, UnpackBuffers
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.experts import Experts
 
@@ -353,13 +353,13 @@ def test_packed_experts_are_plain_experts_of_the_unpacked_values(expert_format):
     plain = make_experts(dtype=torch.bfloat16)
     assert middle.packed is not None
     with torch.no_grad():
-        gate_up, down = middle.packed.weights(Towards.output)
+        gate_up, down = middle.packed.weights(1)
         plain.gate_up_proj.copy_(gate_up)
         plain.down_proj.copy_(down)
         for name, parameter in middle.named_parameters():
             getattr(plain, name).copy_(parameter)
-    layers[0].packed.weights(Towards.output)  # another layer's values are in the buffers
-    layers[2].packed.weights(Towards.output)
+    layers[0].packed.weights(1)  # another layer's values are in the buffers
+    layers[2].packed.weights(1)
     mine, wanted = run(middle), run(plain)
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
     assert bool(wanted["out"].any())
@@ -378,4 +378,4 @@ def test_the_forward_asks_for_weights_on_the_way_to_the_output_and_the_backward_
     experts = make_experts(dtype=torch.bfloat16, expert_format=ExpertFormat.int4, unpacked=unpacked)
     fill_packed(experts)
     run(experts)
-    assert asked == [Towards.output, Towards.input]
+    assert asked == [1, -1]

@@ -181,6 +181,7 @@ def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
     wanted, _, values = formula_of(router, exact, mine.experts_TK)
     (wanted * dweights).sum().backward()
     for found, expected in ((dx, exact.grad), (router.weight.grad, values["weight"].grad)):
+        assert found is not None and expected is not None
         error = (found.double() - expected).abs()
         assert bool((error <= 2**-8 * expected.abs() + 1e-5 * expected.abs().mean()).all())
 

@@ -1,10 +1,22 @@
-"""silu(gate) * up of a dense feed-forward, forward and backward: one pass over memory each. With GELU, torch's passes.
+"""What a layer computes element by element, in one pass over memory each way: a dense feed-forward's activation, and
+the sum at the layer's end.
+
+silu(gate) * up; with GELU, torch's passes.
 
     once   h = cast(silu(gate) * up), all steps float32, as where torch.compile fuses them (vLLM's engines)
     else   h = cast(cast(silu(gate)) * up), as vLLM's own kernel and transformers
     backward, from dh:   dup = dh * silu(gate)    dgate = dh * up * silu'(gate)
 
 Backward rounds once, and keeps gate and up alone.
+
+The sum of what entered the layer, and what its two halves add:
+
+    wide = (x + attended) + (scale * fed + shared)        float32, not rounded in between
+    y    = cast(wide)
+
+A compiled vLLM engine computes one kernel from these addends: the sum after attention, the scaled sum of the experts
+and the shared experts' addition are not rounded on the way (Inductor leaves out casts between operations that it fuses;
+read in what it wrote for vLLM 0.25.1 with torch 2.11). The next norm reads `wide`.
 """
 
 from collections.abc import Callable
@@ -97,3 +109,74 @@ def _silu_product_backward(gate_ptr, up_ptr, dh_ptr, dgate_ptr, dup_ptr, size, B
     slope = sigmoid * (1 + gate * (1 - sigmoid))
     tl.store(dup_ptr + at, (dh * gate * sigmoid).to(dup_ptr.dtype.element_ty), mask=inside)
     tl.store(dgate_ptr + at, (dh * up * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
+
+
+def residual_sum_torch(
+    x: Tensor, attended: Tensor, fed: Tensor, shared: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    added = fed.float() if scale == 1.0 else fed.float() * scale
+    added = added if shared is None else added + shared.float()
+    wide = (x.float() + attended.float()) + added
+    return wide.to(x.dtype, copy=True), wide
+
+
+def residual_sum(
+    x: Tensor, attended: Tensor, middle: Tensor, fed: Tensor, shared: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(y, wide) of the formula above, with x's shape; `wide` gets no gradient.
+
+    Args:
+        x: what entered the layer.
+        attended: what attention added.
+        middle: their sum, rounded. It gets the gradient in the place of both, and its values are not read.
+        fed: what the feed-forward adds, or its routed experts.
+        shared: what shared experts add.
+    """
+    return _ResidualSum.apply(x.detach(), attended.detach(), middle, fed, shared, scale)
+
+
+class _ResidualSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, attended: Tensor, middle: Tensor, fed: Tensor, shared: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.has_shared, ctx.scale = shared is not None, scale
+        compute = residual_sum_triton if is_for_triton(x) else residual_sum_torch
+        y, wide = compute(x, attended, fed, shared, scale)
+        ctx.mark_non_differentiable(wide)
+        return y, wide
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        dfed = dy if ctx.scale == 1.0 else dy * ctx.scale
+        return None, None, dy, dfed, dy if ctx.has_shared else None, None
+
+
+def residual_sum_triton(
+    x: Tensor, attended: Tensor, fed: Tensor, shared: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    addends = (None if part is None else part.contiguous() for part in (x, attended, fed, shared))
+    programs(_residual_sum, (cdiv(x.numel(), BLOCK),))(
+        *addends, y, wide, x.numel(), scale, HAS_SHARED=shared is not None, BLOCK=BLOCK, num_warps=8
+    )
+    return y, wide
+
+
+@triton.jit
+def _residual_sum(
+    x_ptr, attended_ptr, fed_ptr, shared_ptr, y_ptr, wide_ptr, size, scale,
+    HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    middle = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    middle += tl.load(attended_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(fed_ptr + at, mask=inside, other=0.0).to(tl.float32) * scale
+    if HAS_SHARED:
+        added += tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    wide = middle + added
+    tl.store(y_ptr + at, wide.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(wide_ptr + at, wide, mask=inside)
