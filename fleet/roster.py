@@ -20,12 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class Roster:
-    """See the module's docstring.
-
-    Args:
-        workers: in the order of the endpoints that the publisher was given; None: that one has gone.
-        note: called with every event of a worker (fleet_log.py).
-    """
+    """See the module's docstring. `workers` are in the order of the endpoints that the publisher was given; None: that
+    one has gone. `note` is called with every event of a worker (fleet_log.py)."""
 
     def __init__(self, workers: Sequence[RolloutHandle | None], note: Callable[[FleetRow], None]) -> None:
         self.replicas = {one.name: one for one in map(_replica_of, range(len(workers)), workers)}

@@ -7,13 +7,12 @@
     pending: no healthy peer, or the version moved in every try; the next publish fills it
 
 Owns: the tries of a start, whom a worker reads from, and the links that readers keep. Does not own: which worker is
-started and why (supervisor.py, scaling.py), nor its processes (`restart` is handed in).
-Invariant: publishes leave out replicas that are `starting` or `recovering`, so the trainer neither takes part in a
-recovery nor waits for one. What was read while the version moved is worthless; that is noticed here (num_publishes) and
-at the peer (its epoch). The replica then reads again as soon as that publish is over, sooner than the next one by most
-of a step; after NUM_READS tries it joins the next publish. In adapter mode a worker reads base and newest adapter in
-one recovery, and keeps the base also when the adapter fails; only a worker that could not read the base asks the
-trainer for it (`base_wanted_at`).
+started and why (supervisor.py, scaling.py), nor its processes (`restart` is handed in). Invariant: publishes leave out
+replicas that are `starting` or `recovering`, so the trainer neither takes part in a recovery nor waits for one. What
+was read while the version moved is worthless; that is noticed here (num_publishes) and at the peer (its epoch). The
+replica then reads again as soon as that publish is over; after NUM_READS tries it joins the next one. In adapter mode a
+worker reads base and newest adapter in one recovery, and keeps the base also when the adapter fails; only a worker that
+could not read the base asks the trainer for it (`base_wanted_at`).
 """
 
 import asyncio
@@ -40,7 +39,6 @@ class Starts:
 
     Args:
         restart: ends what is left of the worker of this name, if there was one, and starts it with dummy weights.
-        when_up: told of every worker whose process has come up.
         failed: told of a worker that came up and failed before it served, and why.
         max_restarts: attempts per worker; one that was asked for has at least one.
         backoff_s: pause after an attempt that failed; doubles with every further one. The first attempt comes at once.

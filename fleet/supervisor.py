@@ -47,7 +47,6 @@ class Supervisor:
         make_room, end, look, bounds: scaling.py.
         max_missed_publishes: publishes in a row that may fail on a replica before it is out. More than 0 only in
             adapter mode, where a replica goes on serving the version before; the buffer judges its samples' age.
-        note: called with every event of a worker (fleet_log.py).
     """
 
     def __init__(

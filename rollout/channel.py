@@ -62,10 +62,8 @@ class Channel:
 
     async def sent(self) -> None:
         """Wait until most of what was sent has been read. receive() tells of a lost connection."""
-        try:
+        with contextlib.suppress(OSError):
             await self._writer.drain()
-        except OSError:
-            return
 
     async def receive(self) -> Any:
         """Wait for one message. Raises Disconnected if there will be no further one."""

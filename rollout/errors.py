@@ -1,28 +1,12 @@
-"""Errors of the rollout side.
-
-    SlipstreamError
-      RolloutError
-        DataError(ValueError)              a prompt file that cannot be read; names the file and the line
-          RowTooLong                       a row with more tokens than an option allows
-        TokenizerError(ValueError)         a file that is no tokenizer
-        TemplateRefused(ValueError)        a chat template refuses messages; its own words
-        RewardError(ConfigError)           a reward that cannot be imported or set up
-        AgentError(ConfigError)            an agent that cannot be imported, or an endpoint that cannot listen
-        EngineError(RuntimeError)          the engine refused to start, or a request failed inside it
-          EngineDied(ConnectionError)      the engine's process is gone; the worker must be restarted
-          UnsupportedWeights(ValueError)   the engine keeps a weight in a form that cannot be written in place
-          SlotsBusy                        requests of older versions read every adapter slot
-        ReplicaNotServing(ReplicaDirty)    asked to sample while the weights are not of one committed version
-
-Each class is built from one message, so that it unpickles on the other side of a Ray call.
-"""
+"""Errors of the rollout side, all below RolloutError. Each is also a stdlib class, and is built from one message, so
+that it unpickles on the other side of a Ray call. The user can repair a DataError, a RewardError and an AgentError."""
 
 from slipstream.conf.errors import ConfigError, SlipstreamError, named_error
 from slipstream.weight_sync.errors import ReplicaDirty
 
 
 class RolloutError(SlipstreamError):
-    """Base of every error of the rollout side."""
+    """Something of prompts, engines, rewards or agents."""
 
 
 class DataError(RolloutError, ValueError):

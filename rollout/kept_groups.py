@@ -6,9 +6,7 @@
 
 It asks for every group that its predecessor had not trained on: those under way, and those that waited for their step
 (docs/decisions/0042). Engines went on with them meanwhile.
-
-Owns: what is kept, how long, and who gets it. Does not own: when another controller is there (weight_sync/calls), or
-which worker it asks (fleet/router.py).
+Owns: what is kept, how long, and who gets it.
 Invariant: what one controller asked for goes to a later one alone, once, for an equal request, and only while the
 worker has not gone back to an older version.
 """
@@ -140,5 +138,5 @@ def _is_good(task: asyncio.Task[list[Rollout]]) -> bool:
 
 
 def _version_of(rollouts: list[Rollout]) -> int:
-    """The version of the last token."""
-    return max(one.policy_versions[-1] for one in rollouts if one.policy_versions)
+    """Of the last token; -1 without any."""
+    return max((one.policy_versions[-1] for one in rollouts if one.policy_versions), default=-1)

@@ -61,7 +61,6 @@ class OpenAIClient:
         base_url: Its address up to /v1.
         timeout_option: How errors name the option that sets deadlines.
         api_key_env: Environment variable that holds the key; None: none is sent.
-        try_timeout_s: Longest time of one request.
         count: Called with "requests" for each request, and with "retries" for each that repeats one.
     """
 

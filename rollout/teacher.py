@@ -134,16 +134,13 @@ class Teacher:
                         found[place] = value
             except (NoAnswer, WrongAnswer) as error:
                 self._counts["failures"] += 1
-                self._report_once(error, prompt)
+                if type(error) not in self._reported:
+                    self._reported.add(type(error))
+                    logger.warning(
+                        "the teacher failed on a response to prompt %d, which is left out; more of this kind are only "
+                        "counted: %s", prompt.prompt_id, error,
+                    )  # fmt: skip
                 return None
             finally:
                 self._seconds.append(time.monotonic() - began)
             return found
-
-    def _report_once(self, error: Exception, prompt: Prompt) -> None:
-        if type(error) not in self._reported:
-            self._reported.add(type(error))
-            logger.warning(
-                "the teacher failed on a response to prompt %d, which is left out; more of this kind are only "
-                "counted: %s", prompt.prompt_id, error,
-            )  # fmt: skip

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -193,26 +192,24 @@ class RolloutWorker(WorkerVerbs):
             )
         if self._is_going:
             return list(so_far) or [NOTHING_YET] * n
-        sample = partial(self._sample, prompt, n, sampling or self._options.config.sampling, version, so_far, seed)
+        chosen = sampling or self._options.config.sampling
+        own_seed = chosen.seed if seed is None else seed
+
+        async def sample() -> list[Rollout]:
+            if self.adapter_replica is None:
+                rollouts = await self._sample(prompt, n, chosen, so_far, own_seed)
+            else:
+                given = {"seed": own_seed, "version": version, "so_far": so_far}
+                rollouts = await self.adapter_replica.sample(prompt.token_ids, n, chosen, **given)
+            return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
+
         if so_far or version is not None or isinstance(sampling, EvalSampling):
             return await sample()
         return await self.kept.sample(digest_of(prompt, n, sampling), sample)
 
     async def _sample(
-        self,
-        prompt: Prompt,
-        n: int,
-        sampling: SamplingConfig,
-        version: int | None,
-        so_far: Sequence[Rollout],
-        seed: int | None,
+        self, prompt: Prompt, n: int, sampling: SamplingConfig, so_far: Sequence[Rollout], seed: int | None
     ) -> list[Rollout]:
-        seed = sampling.seed if seed is None else seed
-        if self.adapter_replica is not None:
-            rollouts = await self.adapter_replica.sample(
-                prompt.token_ids, n, sampling, seed=seed, version=version, so_far=so_far
-            )
-            return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
         while True:
             if so_far:
                 rollouts = await go_on_together(prompt.token_ids, so_far, sampling, seed, self.engine.generate_group)
@@ -220,7 +217,7 @@ class RolloutWorker(WorkerVerbs):
                 rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
             was_ended = any(rollout.finish_reason == ABORTED for rollout in rollouts)
             if not was_ended or self._is_going or is_gone(self.engine):
-                return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
+                return rollouts
             if self.base.config.requests_in_flight is not PauseMode.abort:
                 raise EngineError(
                     f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"

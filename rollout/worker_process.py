@@ -6,10 +6,9 @@
                              <--- address, or an error ---
       ended()                <--- end of the connection --
 
-Why not the owner's own process: a process that has not imported vLLM takes 6 to 15 s of a core to do so. This one is
-forked from the fork server that the owner has joined (in_vllm/fork_server.py), in which all of it is imported, and the
-engine's process from this one. Where there is none, or where it cannot be used, both are started and import vLLM.
-
+It is forked from the fork server that the owner has joined (in_vllm/fork_server.py), in which all of vLLM is imported,
+and the engine's process from this one. Where there is none, or where it cannot be used, both are started and import
+vLLM, 6 to 15 s of a core.
 Owns: that process and its end.
 Invariant: the two processes end together. An owner that dies ends the worker, whatever that is doing; when the worker
 dies, the owner is told. The connection between them (rollout/channel.py) carries one message each way.
@@ -28,7 +27,6 @@ import subprocess
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slipstream.conf.errors import SlipstreamError, named_error
 from slipstream.conf.schema import Device, RolloutConfig
@@ -43,9 +41,6 @@ from slipstream.rollout.types import WorkerOptions
 from slipstream.rollout.worker_verbs import WorkerVerbs
 from slipstream.weight_sync.calls.server import CallServer
 from slipstream.weight_sync.typed_msgpack import pack, unpack
-
-if TYPE_CHECKING:
-    from slipstream.rollout.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +170,11 @@ async def _serve(connection: socket.socket, options: WorkerOptions, seed: int, h
     tells it to go, or a notice (notice.py), which its run does with it (fleet/scaling.py)."""
     channel = await Channel.over(connection)
     try:
-        worker = _make(options, seed, host)
+        from slipstream.rollout.engine.vllm_engine import VllmEngine
+        from slipstream.rollout.worker import RolloutWorker
+
+        mine = replace(options, config=with_its_share(options))
+        worker = RolloutWorker(mine, seed=seed, host=host, make_engine=VllmEngine)
         server = CallServer(worker, WorkerVerbs, options.key, host=host, another_came=worker.kept.hand_on)
         await server.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.tell_to_go, "SIGTERM")
@@ -193,14 +192,6 @@ async def _serve(connection: socket.socket, options: WorkerOptions, seed: int, h
         await channel.receive()
     if watching is not None:
         watching.cancel()
-
-
-def _make(options: WorkerOptions, seed: int, host: str) -> RolloutWorker:
-    from slipstream.rollout.engine.vllm_engine import VllmEngine
-    from slipstream.rollout.worker import RolloutWorker
-
-    mine = replace(options, config=with_its_share(options))
-    return RolloutWorker(mine, seed=seed, host=host, make_engine=VllmEngine)
 
 
 def with_its_share(options: WorkerOptions) -> RolloutConfig:

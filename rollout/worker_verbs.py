@@ -127,20 +127,14 @@ class RolloutVerbs(Protocol):
 
     async def offer(self) -> list[Offer]:
         """What every rank lets the same rank of a restarted worker read: first all ranks' weights, then, with adapter
-        slots, all ranks' slots of the newest version. The last one names the version that is served.
-
-        Raises:
-            ReplicaNotServing: There is no committed version here right now.
-        """
+        slots, all ranks' slots of the newest version. The last one names the version that is served. Raises
+        ReplicaNotServing if there is no committed version here right now."""
         ...
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """Read a peer's weights; serve nothing before adopt(). Returns bytes of all ranks, seconds of the slowest.
-
-        Raises:
-            WeightSyncError: Layouts differ, or bytes did not arrive or are not the peer's. This worker is DIRTY then,
-                and needs a publish.
-        """
+        Raises WeightSyncError if layouts differ, or bytes did not arrive or are not the peer's. This worker is DIRTY
+        then, and needs a publish."""
         ...
 
     async def adopt(self, version: int, epoch: int) -> None:
@@ -166,12 +160,8 @@ class WorkerVerbs(RolloutVerbs, Protocol):
 
     async def start(self) -> str:
         """Start the engine, record its layout, open the control endpoint. Returns its address, for Publisher.connect().
-
-        Raises:
-            EngineError: The engine did not come up, lacks the base that it must load, or stores a parameter in a form
-                that cannot be published.
-            WeightSyncError: The layout cannot be recorded, or the link cannot be opened.
-        """
+        Raises EngineError if the engine did not come up, lacks the base that it must load, or stores a parameter in a
+        form that cannot be published; WeightSyncError if the layout cannot be recorded, or the link not be opened."""
         ...
 
     async def start_status(self) -> StartStatus:

@@ -14,8 +14,7 @@ A restarted worker takes the newest version from another worker's slot instead, 
 
 Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind
 of module, in the last layer of each slot, must change the engine's log-probabilities. (The most common fault of this
-mode is an engine that silently ignores the adapters of experts, which no hash shows.) Does not own: the table
-(slot_leases.py), the engine (engine.py), the proof of the bytes (weight_sync).
+mode is an engine that silently ignores the adapters of experts, which no hash shows.)
 Invariants: the engine is never paused. A request reads one slot from its first token to its last, unless its version is
 evicted. Every group ends, however often it is evicted. A publish that fails loses only the version that it was writing.
 """
@@ -57,7 +56,6 @@ class AdapterReplica(ReplicaHandler):
     """See the module's docstring.
 
     Args:
-        engine: Started, with LoRA.
         ranks: Every engine rank's slots: their layout, and the addresses of each.
         asked: Those ranks, which answer beside the engine's steps.
         has_base: Whether the engine's own weights have arrived; until then it is paused.

@@ -78,9 +78,7 @@ class Engine(Protocol):
             seed: The first response's; the others' follow it. None: the engine's own stream (much faster on GPUs).
             adapter: Applied to all of them, from first token to last. The caller holds a lease on its slot.
 
-        Raises:
-            EngineDied: The process was gone before.
-            EngineError: It refused the request or answered inconsistently.
+        Raises EngineError if it refused the request or answered inconsistently, EngineDied if it was gone before.
         """
         ...
 
@@ -95,11 +93,9 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Stop stepping. When this returns the device is idle and new requests queue up until resume(). Those in flight
-        are frozen (keep, keep_kv), have ended by themselves (wait), or are ended (abort).
-
-        Raises EngineDied if the step took longer, and EngineError if requests did, with `wait`. They go on, and a later
-        pause() waits for the rest of them.
-        """
+        are frozen (keep, keep_kv), have ended by themselves (wait), or are ended (abort). Raises EngineDied if the step
+        took longer, and EngineError if requests did, with `wait`. They go on, and a later pause() waits for the rest of
+        them."""
         ...
 
     async def clear_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:

@@ -108,11 +108,9 @@ class VllmEngine(Engine):
             self.num_finished_responses += output.finish_reason is not None
 
     async def warm_up(self, adapter: Adapter | None = None) -> None:
-        """Sample once at every batch size whose kernels vLLM has not compiled at its start; with an adapter, if given.
-
-        vLLM itself runs its largest batch and those that it captures. The first batch of a size in between (a prefill)
-        waits for kernels to be compiled, most of a second each, and a publish that comes then waits for that step.
-        """
+        """Sample once at every batch size whose kernels vLLM has not compiled at its start: it runs its largest batch
+        and those that it captures. The first batch of a size in between (a prefill) would wait for kernels to be
+        compiled, most of a second each, and a publish that comes then for that step."""
         config: Any = self.process.running().vllm_config
         if self._device is not Device.cuda:
             return

@@ -62,11 +62,9 @@ def slot_receivers(
 
 
 def with_shared_a(layout: DestLayout) -> DestLayout:
-    """The layout with one A for the gate and up projections of an expert, so that it crosses the link once.
-
-    vLLM keeps an A for each of the two; the trainer has one for both (trainer/weights/adapter_names.py). A commit
-    copies the second A, a quarter of an expert adapter's bytes, from the first in device memory.
-    """
+    """The layout with one A for the gate and up projections of an expert, so that it crosses the link once: vLLM keeps
+    one for each; the trainer has one for both (trainer/weights/adapter_names.py). A commit copies the second A, a
+    quarter of an expert adapter's bytes, from the first in device memory."""
     names = {param.name: param for param in layout.params}
     shared = {
         name for name, param in names.items() if name.endswith(_UP_A) and _gate_a(name) in names

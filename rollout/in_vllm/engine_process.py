@@ -1,8 +1,8 @@
 """What vLLM imports into each process of an engine before it loads the model: the product's worker_extension_cls.
 
-This module acts when it is imported, and no other of the product does: vLLM calls nothing of ours at
-this point, and what it does must come before the model is loaded. (vLLM calls its plugins there, but finds them only if
-the package is installed.)
+This module acts when it is imported, and no other of the product does: vLLM calls nothing of ours at this point, and
+what is done here must come before the model is loaded, or, as the end with the rollout worker, hold while the engine
+starts. (vLLM calls its plugins there, but finds them only if the package is installed.)
 """
 
 import multiprocessing
@@ -18,19 +18,13 @@ from slipstream.rollout.in_vllm.worker_extension import WeightReceiver
 __all__ = ["WeightReceiver"]
 
 
-def _end_with_the_owner() -> None:
-    """End this process with the rollout worker, even if that is killed while the engine starts. With tp_size > 1 the
-    EngineCore process is in between and watches nobody. Its pid comes from multiprocessing, not from getppid(), which
-    names another process once the parent is gone."""
-    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
-    parent = multiprocessing.parent_process()
-    if owner:
-        end_with(owner, also_kill=[parent.pid] if parent and parent.pid and parent.pid != owner else [])
-
-
 keep_linear_weights_in_place()
 keep_batch_invariance()
 register_language_model_loader()
 know_text_models()
-_end_with_the_owner()
+# With tp_size > 1 the EngineCore process is in between and watches nobody. Its pid comes from multiprocessing, not from
+# getppid(), which names another process once the parent is gone.
+owner, parent = int(os.environ.get(OWNER_VARIABLE, "0")), multiprocessing.parent_process()
+if owner:
+    end_with(owner, also_kill=[parent.pid] if parent and parent.pid and parent.pid != owner else [])
 report_beside_parent()

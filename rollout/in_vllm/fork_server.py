@@ -12,13 +12,10 @@
       <-- [exit code] ----------------------------  the server, when that process has ended
 
 Without it, each worker imports all of vLLM: 15 s of its start on a host with GPUs. The server has one thread, runs no
-kernel and never opens a GPU, so that what is forked from it may. It listens on a socket in a folder that only this user
-can enter.
-
-Processes are forked as long as the variables that imports read (IMPORTS_READ) are what they were when the server
-imported. Where they are not, or the server is gone, fork() says so, and who asks starts a process that imports vLLM.
-
-Owns: these servers, and the processes that they fork. Does not own: when a run has a server (orchestrator/cluster).
+kernel and never opens a GPU, so that what is forked from it may. It listens in a folder that only this user can enter,
+and forks as long as the variables that imports read (IMPORTS_READ) are what they were when it imported. Where they are
+not, or the server is gone, fork() says so, and who asks starts a process that imports vLLM.
+Owns: these servers, and the processes that they fork.
 Invariant: a forked process has the environment, the folder, the path of modules and the output of the process that
 asked for it, and the variables that vLLM's imports have set, as a spawned one would.
 """

@@ -1,9 +1,8 @@
 """A load format of vLLM: the language model of a checkpoint that has a vision tower, too.
 
 Engines read a base from disk if no publish can write it (INT4). They get the language model's config alone, whose class
-knows its own names, and has slots for adapters, which that of the wrapper may lack (Kimi-K2.5).
-Owns: which tensors are handed on, and by what names. Everything else is vLLM's own loader. engine_process.py calls
-`register_language_model_loader` before the model is loaded.
+knows its own names, and has slots for adapters, which that of the wrapper may lack (Kimi-K2.5). Owns: which tensors are
+handed on, and by what names. Everything else is vLLM's own loader.
 """
 
 from collections.abc import Iterator

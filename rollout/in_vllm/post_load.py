@@ -14,9 +14,9 @@
     empty parameters                      refused: the bytes are somewhere else
 
 Owns: that table, for a live model (`Forms.of`) and for one on meta, for which no kernels were chosen (`Forms.on_meta`);
-which engine options rule out writing in place; and a live model's parameters as they
-were at load time, while its layout is recorded. Does not own recording (weight_sync/record/recorder.py) nor the
-commit (weight_sync/replica/receiver.py). Uses what vLLM 0.25.1 and 0.32 have in common.
+which engine options rule out writing in place; and a live model's parameters as they were at load time, while its
+layout is recorded. Does not own recording (weight_sync/record/recorder.py) nor the commit
+(weight_sync/replica/receiver.py). Uses what vLLM 0.25.1 and 0.32 have in common.
 
 Invariant: after a commit that followed these forms, a parameter holds the same bytes as if vLLM had loaded the same
 checkpoint, at an unchanged address.
@@ -66,7 +66,7 @@ class Forms:
     """By vLLM's name. Of weights that share memory (tied, or views of another), only the first is here."""
     post_load: dict[str, PostLoad] = field(default_factory=dict)
     """What a commit does, by name. A parameter that is missing here is left as it was written."""
-    _repacks: dict[str, Callable[[Tensor], None]] = field(default_factory=dict)
+    _repacks: dict[str, Callable[[Tensor], object]] = field(default_factory=dict)
     _recomputes: list[Callable[[], None]] = field(default_factory=list)
 
     @staticmethod
@@ -114,8 +114,8 @@ class Forms:
                 if device is Device.cpu:
                     forms.post_load |= {f"{name}.{leaf}": PostLoad.repack for leaf in ("w13_weight", "w2_weight")}
         for name, module in _mla_layers(model, is_loaded=False):
-            weight = _unwrapped(module.kv_b_proj).weight
-            if weight.dtype == act_dtype:
+            projection = getattr(module.kv_b_proj, "base_layer", module.kv_b_proj)  # without its LoRA wrapper
+            if projection.weight.dtype == act_dtype:
                 continue
             heads, latent = module.num_heads, module.kv_lora_rank
             shapes = {"W_UV": (heads, latent, module.v_head_dim), "W_UK_T": (heads, module.qk_nope_head_dim, latent)}
@@ -140,24 +140,15 @@ class Forms:
 def refuse_unwritable(vllm_config: Any) -> None:
     """Raise UnsupportedWeights if an engine option moves weights after they were written, or keeps them elsewhere."""
     parallel, offload = vllm_config.parallel_config, vllm_config.offload_config
+    offloads = offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
+    sleeps, drafts = vllm_config.model_config.enable_sleep_mode, vllm_config.speculative_config is not None
+    copied = "weights are in host memory, and what the GPU reads is a copy"
     for is_on, option, why in (
         (parallel.enable_eplb, "enable_eplb", "experts move between ranks while the engine serves"),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size > 1", "no layout of a pipeline is planned yet"),
-        (
-            offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
-            "cpu_offload_gb (or offload_group_size)",
-            "weights are in host memory, and what the GPU reads is a copy",
-        ),
-        (
-            vllm_config.model_config.enable_sleep_mode,
-            "enable_sleep_mode",
-            "a sleeping engine releases the memory that is written",
-        ),
-        (
-            vllm_config.speculative_config is not None,
-            "speculative_config",
-            "a draft model's weights are no part of the checkpoint that is published",
-        ),
+        (offloads, "cpu_offload_gb (or offload_group_size)", copied),
+        (sleeps, "enable_sleep_mode", "a sleeping engine releases the memory that is written"),
+        (drafts, "speculative_config", "a draft model's weights are no part of the checkpoint that is published"),
     ):
         if is_on:
             raise UnsupportedWeights(
@@ -237,7 +228,7 @@ def _expert_method(name: str, module: nn.Module) -> tuple[Any, str]:
     )
 
 
-def _expert_repack(name: str, module: nn.Module) -> Callable[[Tensor], None] | None:
+def _expert_repack(name: str, module: nn.Module) -> Callable[[Tensor], object] | None:
     """What a commit must do in place to both expert parameters of a layer; None: nothing."""
     method, backend = _expert_method(name, module)
     if backend in IDENTITY_EXPERTS:
@@ -251,11 +242,7 @@ def _expert_repack(name: str, module: nn.Module) -> Callable[[Tensor], None] | N
         or getattr(experts, "_use_zentorch", False)
     ):
         raise _reordered(name, method, f"{backend} ({type(experts).__name__})")
-    return functools.partial(_prepack_in_place, isa=isa)
-
-
-def _prepack_in_place(weight: Tensor, *, isa: str) -> None:
-    weight.copy_(vllm._custom_ops.cpu_prepack_moe_weight(weight, isa))
+    return lambda weight: weight.copy_(vllm._custom_ops.cpu_prepack_moe_weight(weight, isa))
 
 
 def _reordered(name: str, method: object, kernels: str) -> UnsupportedWeights:
@@ -298,11 +285,6 @@ def _are_views(tensors: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
     """Whether all `tensors` lie in the memory of parameters."""
     storages = {param.untyped_storage().data_ptr() for param in params}
     return all(tensor.untyped_storage().data_ptr() in storages for tensor in tensors)
-
-
-def _unwrapped(layer: Any) -> Any:
-    """A linear layer without its LoRA wrapper."""
-    return getattr(layer, "base_layer", layer)
 
 
 # -- load time ---------------------------------------------------------------------------------------------------------

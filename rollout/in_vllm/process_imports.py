@@ -44,17 +44,13 @@ def forks_can_use_gpu() -> bool:
     when it was forked. True where there is no GPU."""
     if not num_gpus():
         return True
-    process = multiprocessing.get_context("fork").Process(target=_exit_with_answer)
+    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(0 if can_use_gpu() else 1))
     process.start()
     process.join(ANSWER_TIMEOUT_S)
     if process.exitcode is None:
         process.kill()
         process.join()
     return process.exitcode == 0
-
-
-def _exit_with_answer() -> None:
-    os._exit(0 if can_use_gpu() else 1)
 
 
 def can_use_gpu() -> bool:

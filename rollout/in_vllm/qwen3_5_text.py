@@ -1,9 +1,9 @@
 """Qwen3.5's language model alone, for vLLM 0.25.1, which builds it inside of the wrapper with a vision tower only.
 
-Later releases know these architectures themselves, and `process_imports.know_text_models` names ours where vLLM has
-none. Owns: what that release's class of the language model lacks to be a model by itself: the shapes of its linear
-attention's state, which are the wrapper's, and positions of texts where a published config asks for those of pictures.
-Everything else is vLLM's class. Importing this module imports vLLM's file, which imports torchvision.
+Later releases know these architectures, and `process_imports.know_text_models` names ours where vLLM has none. Owns:
+what that release's class of the language model lacks to be a model by itself: the shapes of its linear attention's
+state, which are the wrapper's, and positions of texts where a published config asks for those of pictures. Everything
+else is vLLM's class. Importing this module imports vLLM's file, which imports torchvision.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ buys seconds of a start: docs/decisions/0035. While a layout is recorded, two mo
 and put them back: post_load.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA
 wrappers).
 
-Owns: this list, and these changes. Does not own when they are made: each is one call, made by the code that needs it.
-vLLM is imported inside the functions, because vllm_engine.py imports this file and must stay cheap to import.
+Owns: this list, and these changes; each is one call, made by the code that needs it. vLLM is imported inside the
+functions, because vllm_engine.py imports this file and must stay cheap to import.
 Invariant: a patch raises if its target is missing; none is skipped silently.
 """
 

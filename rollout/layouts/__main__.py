@@ -1,6 +1,4 @@
-"""`python -m slipstream.rollout.layouts REQUEST.json LAYOUTS`: the process of meta_engine.py, which imports vLLM
-quicker than by itself (weight_sync/gc_freeze.py).
-"""
+"""The process of meta_engine.py, which imports vLLM quicker than by itself (weight_sync/gc_freeze.py)."""
 
 import sys
 

@@ -103,7 +103,10 @@ def offline_layouts(
         "at most"
     )
     layouts = _record(request.text, say)
-    _keep(file, layouts_to_bytes(layouts))
+    try:
+        keep(file, layouts_to_bytes(layouts))
+    except OSError as e:
+        logger.warning("the recorded layout is not kept: %s", e)
     return layouts
 
 
@@ -158,14 +161,6 @@ def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
             why = told[-1] if told else (lines or ["it said nothing"])[-1]
             raise EngineError(f"the engine's layout cannot be recorded without an engine: {why}")
         return layouts_from_bytes(answered.read_bytes())
-
-
-def _keep(file: Path, data: bytes) -> None:
-    """Write a cached file, whole or not at all. If the cache cannot be written, the next call records again."""
-    try:
-        keep(file, data)
-    except OSError as e:
-        logger.warning("the recorded layout is not kept: %s", e)
 
 
 class ExpectedLayouts:

@@ -8,9 +8,8 @@ The factors and the parallel sizes determine vLLM's stacked LoRA tensors, so the
     experts, split       whole factors of this rank's experts, stacked
     experts, not split   all experts; B of gate and up by rows, A of down by columns
 
-Gate and up of an expert share one A in this product, so the second copy is derived, as in adapter_slots.py.
-
-Owns: those rules. Only plans use these layouts; a publish uses the live engine's.
+Gate and up of an expert share one A in this product, so the second copy is derived, as in adapter_slots.py. Only plans
+use these layouts; a publish uses the live engine's.
 """
 
 import re

@@ -158,7 +158,10 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         opened = outcome_of(self._open, init_info, key, report)
         if opened is not None:  # vLLM's HTTP server would answer "Internal Server Error" without the reason
             report.error, report.text = type(opened).__name__, str(opened)
-        _tell(init_info.report_to, key, report)
+        try:
+            send_report(init_info.report_to, key, report, timeout_s=CALL_TIMEOUT_S)
+        except zmq.ZMQError as e:  # the answer of vLLM's API has the reason, too
+            logger.error("the sender at %s cannot be told: %s", init_info.report_to, e)
         if opened is not None:
             raise opened
 
@@ -168,7 +171,9 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         number = self.parallel_config.rank
         expected = init_info.layouts[number : number + 1]
         link = init_info.transport, init_info.host, init_info.timeout_s
-        _result(rank.slipstream_describe(init_info.tensors, *link, expected, init_info.landing_bytes))
+        error, text, _ = rank.slipstream_describe(init_info.tensors, *link, expected, init_info.landing_bytes)
+        if error:
+            raise error_class(error)(text)
         report.is_expected, report.seconds = rank.slipstream_is_expected, rank.slipstream_seconds
         with timed(report.seconds, "endpoint"):
             self._handler = _Handler(rank.slipstream_receiver)
@@ -241,26 +246,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
 
 class ServedWorker(WeightReceiver):
     """vLLM worker extension for a served engine; naming it makes vLLM import engine_process.py before the model loads.
-
-    Needed on CPUs, where vLLM would otherwise move linear weights into private buffers, and if the package is not
-    installed, because vLLM then does not find the plugin.
-    """
-
-
-def _result(reply: tuple[str, str, Any]) -> Any:
-    """What a WeightReceiver method returned, or its error as its own class."""
-    error, text, value = reply
-    if error:
-        raise error_class(error)(text)
-    return value
-
-
-def _tell(address: str, key: bytes, report: RankReport) -> None:
-    """Send a report. If the sender is gone, this is only logged: the answer of vLLM's API has the reason, too."""
-    try:
-        send_report(address, key, report, timeout_s=CALL_TIMEOUT_S)
-    except zmq.ZMQError as e:
-        logger.error("the sender at %s cannot be told: %s", address, e)
+    On CPUs it would otherwise move linear weights into private buffers, and it finds no plugin of a package that is not
+    installed."""
 
 
 register()

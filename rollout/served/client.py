@@ -136,16 +136,9 @@ class ServedEngine:
         layouts: Sequence[str] = (),
         landing_bytes: int = 0,
     ) -> list[str]:
-        """Ask every rank to open an endpoint. Returns their addresses, by rank.
-
-        Args:
-            layouts: Per rank, the digest of the layout that it should have, recorded over all layers
-                (offline_layout.py).
-            landing_bytes: Memory that every rank sets aside for changes until the next attach(); 0: none.
-
-        Raises:
-            EngineError: The server has no such route, or a rank refused: with the rank's own reason.
-        """
+        """Ask every rank to open an endpoint, and to set `landing_bytes` aside for changes. Returns their addresses, by
+        rank. Raises EngineError if the server has no such route, or a rank refused: with the rank's own reason.
+        `layouts`: by rank, the digest of the layout that it should have, recorded over all layers."""
         info = {
             "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in tensors],
             "key": key.hex(),

@@ -1,8 +1,5 @@
-"""`python -m slipstream.rollout.served.serve WORDS`: what `vllm serve` runs, imported without collections of garbage on
-the way.
-
-A process that it spawns, an engine's, imports vLLM in the same way, and nothing of the server.
-"""
+"""What `vllm serve` runs, imported without collections of garbage on the way. A process that it spawns, an engine's,
+imports vLLM in the same way, and nothing of the server."""
 
 import runpy
 import warnings

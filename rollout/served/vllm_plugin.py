@@ -1,7 +1,7 @@
 """vLLM's plugin entry point: makes `--weight-transfer-config '{"backend": "slipstream"}'` known to every vLLM process.
 
-Owns only the registration: a name, and where the class is. vLLM calls register() in each of its processes, also in
-those of engines that use another backend, so nothing else is imported or changed here.
+vLLM calls register() in each of its processes, also in those of engines that use another backend, so nothing else is
+imported or changed here.
 """
 
 import logging

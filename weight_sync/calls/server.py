@@ -8,7 +8,7 @@
       ReplicaClients: ReplicaVerbs.begin ------ the same ------>  CallServer --> ReplicaEndpoint.begin(..)
 
     rollout worker's process                                    engine rank's process, while it samples
-      SlotRanks.ask(.., SlotReceivers.begin, ..) ---- the same ---->  serve_in_thread --> SlotReceivers.begin(..)
+      ask_all(.., SlotReceivers.begin, ..) ---- the same ------->  serve_in_thread --> SlotReceivers.begin(..)
 
 Server and client are made from the declaration (rollout/worker_verbs.py, rollout/receivers.py, replica/messages.py).
 Ray is not on this way (docs/decisions/0024-sampling-without-ray.md).

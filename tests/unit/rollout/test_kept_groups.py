@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -133,6 +134,14 @@ async def test_a_group_that_came_to_nothing_is_sampled_anew(end: Any, caplog: py
     await turns()
     assert await engine.ask_and_wait() == 3
     assert not caplog.records
+
+
+async def test_a_group_without_a_token_is_not_kept_and_harms_no_later_one() -> None:
+    engine = Fixture()
+    assert await engine.kept.sample(b"a", AsyncMock(return_value=[Rollout([], [], [], "", "stop")]))
+    assert await engine.ask_and_wait(b"b") == 1
+    engine.kept.hand_on()
+    assert engine.kept.left() == [b"b"]
 
 
 async def test_an_error_reaches_who_asks_now() -> None:
