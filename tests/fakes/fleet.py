@@ -27,6 +27,7 @@ class FakeFleet:
         workers = [self.made(index) for index in range(num_workers)]
         options = {"backoff_s": 0.0, "max_restarts": 1, "restart": self.restart, "note": self.rows.append} | options
         self.supervisor = Supervisor(workers, **options)
+        self.roster, self.scaling = self.supervisor.roster, self.supervisor.scaling
 
     def made(self, index: int) -> FakeWorker:
         """A worker as it starts."""
@@ -34,10 +35,10 @@ class FakeFleet:
 
     @property
     def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.roster.replicas.values()]
+        return [replica.state for replica in self.roster.replicas.values()]
 
     def replica(self, index: int) -> Replica:
-        return self.supervisor.roster.replicas[f"rollout-{index}"]
+        return self.roster.replicas[f"rollout-{index}"]
 
     def worker(self, index: int) -> FakeWorker:
         worker = self.replica(index).worker

@@ -113,14 +113,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "rollout/text/messages.py": ("rollout/test_messages.py",),
     "rollout/text/plain_template.py": ("rollout/test_chat_template.py",),
     "rollout/text/plain_text.py": ("rollout/test_plain_text.py",),
-    "fleet/supervisor.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_restart.py"),
-    "fleet/starts.py": ("fleet/test_supervisor_restart.py", "fleet/test_supervisor_recovery.py"),
+    "fleet/supervisor.py": ("fleet/test_supervisor.py",),
+    "fleet/starts.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_recovery.py"),
     "fleet/scaling.py": ("fleet/test_coming_and_going.py", "fleet/test_following.py"),
-    "fleet/roster.py": (
-        "fleet/test_supervisor.py",
-        "fleet/test_supervisor_restart.py",
-        "fleet/test_coming_and_going.py",
-    ),
+    "fleet/roster.py": ("fleet/test_supervisor.py", "fleet/test_coming_and_going.py"),
     "fleet/router.py": ("fleet/test_router.py",),
 }
 """Module -> its own tests, below tests/unit."""

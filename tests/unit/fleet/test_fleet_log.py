@@ -88,10 +88,3 @@ async def test_a_worker_that_hangs_has_one_open_question_and_one_that_fails_has_
     await counted(replicas, path, lambda rows: len(rows) >= 5)
     assert num_questions == 1
     assert {row["worker"] for row in rows_of(path)} == {0}
-
-
-def test_the_first_row_after_a_power_cut_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "fleet.jsonl"
-    path.write_text('{"time": 1.0, "worker": 0, "na')
-    FleetLog(path).write(FleetRow(2.0, 1, "rollout-1", FleetEvent.up))
-    assert json.loads(path.read_text().splitlines()[-1])["worker"] == 1

@@ -53,36 +53,39 @@ class Machines(FakeFleet):
     def node(self, place: int) -> str:
         return self.replica(place).worker.node
 
-    def follow(self, patience_s: float = 60) -> asyncio.Task[None]:
-        return asyncio.create_task(self.supervisor.scaling.follow(patience_s=patience_s, every_s=0.001))
+    def follow(self) -> None:
+        self.roster.spawn(self.scaling.follow(patience_s=60, every_s=0.001))
+
+
+async def followed(rooms: Mapping[str, int], bounds: tuple[int, int] | None) -> Machines:
+    """One worker serves, and further ones come with machines."""
+    machines = await Machines(rooms, bounds, 1).published()
+    machines.follow()
+    return machines
 
 
 async def test_a_machine_that_comes_gets_a_worker_and_one_that_leaves_takes_it() -> None:
-    machines = await Machines({"m0": 0}, (1, 3), 1).published()
-    following = machines.follow()
+    machines = await followed({"m0": 0}, (1, 3))
     await asyncio.sleep(0.02)
-    assert (machines.states, machines.supervisor.roster.num_wanted) == ([S.serving], 1), "no machine has room"
+    assert (machines.states, machines.roster.num_wanted) == ([S.serving], 1), "no machine has room"
     machines.free["m1"] = 1
     await machines.until(S.serving, S.serving)
-    assert machines.node(1) == "m1" and machines.supervisor.roster.num_wanted == 2
+    assert machines.node(1) == "m1" and machines.roster.num_wanted == 2
     machines.gate.clear()
     del machines.free["m1"]
     await machines.fail(1, "its machine is gone")
     await machines.until(S.serving, S.gone)
     await asyncio.sleep(0.01)
-    assert machines.supervisor.roster.num_wanted == 1, "no machine has room for another"
+    assert machines.roster.num_wanted == 1, "no machine has room for another"
     machines.gate.set()
     machines.free["m2"] = 5
     await machines.until(S.serving, S.serving, S.serving)
     assert (machines.node(1), machines.node(2), machines.free["m2"]) == ("m2", "m2", 3), "three are the most"
-    following.cancel()
 
 
 async def test_a_number_inside_the_range_is_obeyed_and_one_outside_is_refused() -> None:
-    machines = Machines({"m0": 0, "m1": 2}, (1, 3), 1)
-    scaling, roster = machines.supervisor.scaling, machines.supervisor.roster
-    await machines.publish()
-    following = machines.follow()
+    machines = await followed({"m0": 0, "m1": 2}, (1, 3))
+    scaling, roster = machines.scaling, machines.roster
     await machines.until(S.serving, S.serving, S.serving)
     for number in (0, 4):
         with pytest.raises(FleetRefusal, match=f"rollout={number}: (this run has 1 to 3 workers|a run needs at least)"):
@@ -97,27 +100,24 @@ async def test_a_number_inside_the_range_is_obeyed_and_one_outside_is_refused() 
     machines.free["m3"] = 1
     await machines.until(S.serving, S.serving, S.serving)
     assert machines.node(2) == "m3"
-    following.cancel()
 
 
 async def test_whoever_was_told_to_go_starts_elsewhere_or_when_somebody_asks() -> None:
-    machines = await Machines({"m0": 0, "m1": 1}, (1, 2), 1).published()
-    following = machines.follow()
+    machines = await followed({"m0": 0, "m1": 1}, (1, 2))
     await machines.until(S.serving, S.serving)
-    await machines.supervisor.scaling.drain("rollout-1")
+    await machines.scaling.drain("rollout-1")
     await machines.until(S.serving, S.gone)
-    assert machines.supervisor.scaling.num_asked == 1
-    machines.supervisor.scaling.ask(9)
-    assert machines.supervisor.scaling.num_asked == 2, "the most of the range"
-    least = Machines({"m0": 0}, (2, 2), 2)
-    await least.publish()
-    await least.supervisor.scaling.drain("rollout-1")
-    assert least.supervisor.scaling.num_asked == 2
-    least.supervisor.scaling.ask(0)
-    assert least.supervisor.scaling.num_asked == 2
+    assert machines.scaling.num_asked == 1
+    machines.scaling.ask(9)
+    assert machines.scaling.num_asked == 2, "the most of the range"
+    least = (await Machines({"m0": 0}, (2, 2), 2).published()).scaling
+    await least.drain("rollout-1")
+    assert least.num_asked == 2
+    least.ask(0)
+    assert least.num_asked == 2
     await asyncio.sleep(0.02)
     assert machines.states == [S.serving, S.gone] and machines.free["m1"] == 1, "its machine may be needed or taken"
-    assert await machines.supervisor.scaling.scale(2) == ["rollout-1 is being started"]
+    assert await machines.scaling.scale(2) == ["rollout-1 is being started"]
     await machines.until(S.serving, S.serving)
     machines.gate.clear()
     del machines.free["m1"]
@@ -126,14 +126,12 @@ async def test_whoever_was_told_to_go_starts_elsewhere_or_when_somebody_asks() -
     machines.gate.set()
     machines.free["m1"] = 1  # which counts like any other since somebody asked
     await machines.until(S.serving, S.serving)
-    following.cancel()
 
 
 @pytest.mark.parametrize("state", [S.starting, S.out])
 async def test_a_worker_is_given_up_whose_room_is_missing_at_two_looks_and_those_with_room_come_first(state: S) -> None:
-    machines = Machines({"m0": 0}, (1, 3), 3)
-    scaling = machines.supervisor.scaling
-    await machines.publish()
+    machines = await Machines({"m0": 0}, (1, 3), 3).published()
+    scaling = machines.scaling
     machines.gate.clear()
     machines.replica(1).num_restarts = int(state is S.out)
     await machines.fail(1)
@@ -154,22 +152,19 @@ async def test_a_worker_is_given_up_whose_room_is_missing_at_two_looks_and_those
 
 
 async def test_a_worker_that_failed_too_often_stays_out_and_nobody_takes_its_place() -> None:
-    machines = await Machines({"m0": 0, "m1": 3}, (1, 2), 1).published()
-    following = machines.follow()
+    machines = await followed({"m0": 0, "m1": 3}, (1, 2))
     await machines.until(S.serving, S.serving)
     machines.replica(1).num_restarts = 1
     await machines.fail(1, "it fails and fails")
     await asyncio.sleep(0.02)
-    assert machines.states == [S.serving, S.out] and machines.supervisor.roster.num_wanted == 2
-    await machines.supervisor.scaling.drain("rollout-1")
-    assert machines.supervisor.scaling.num_asked == 2, "it did not count any more"
-    following.cancel()
+    assert machines.states == [S.serving, S.out] and machines.roster.num_wanted == 2
+    await machines.scaling.drain("rollout-1")
+    assert machines.scaling.num_asked == 2, "it did not count any more"
 
 
 async def test_nobody_is_started_where_more_are_there_or_out_than_were_asked_for() -> None:
-    machines = Machines({"m0": 0}, (1, 4), 4)
-    scaling = machines.supervisor.scaling
-    await machines.publish()
+    machines = await Machines({"m0": 0}, (1, 4), 4).published()
+    scaling = machines.scaling
     await scaling.scale(2)
     await machines.until(S.serving, S.serving, S.gone, S.gone)
     machines.replica(1).num_restarts = 1
@@ -179,27 +174,20 @@ async def test_nobody_is_started_where_more_are_there_or_out_than_were_asked_for
     assert machines.states == [S.serving, S.out, S.gone, S.gone]
 
 
-@pytest.mark.parametrize("comes", [True, False])
-async def test_a_run_without_a_worker_waits_for_a_machine_and_ends_when_none_comes(comes: bool) -> None:
-    machines = await Machines({"m0": 0}, (1, 2), 1).published()
-    following = machines.follow(patience_s=60 if comes else 0.05)
+async def test_a_run_without_a_worker_waits_for_a_machine() -> None:
+    machines = await followed({"m0": 0}, (1, 2))
     machines.gate.clear()
     del machines.free["m0"]
     await machines.fail(0, "its machine is gone")
     await machines.until(S.gone)
-    waiting = asyncio.create_task(machines.supervisor.roster.least_loaded())
+    waiting = asyncio.create_task(machines.roster.least_loaded())
     await asyncio.sleep(0.01)
     machines.gate.set()
-    if comes:
-        assert not waiting.done()
-        machines.free["m1"] = 1
-        await machines.until(S.pending)
-        await machines.publish()
-        assert (await waiting).name == "rollout-0" and machines.node(0) == "m1"
-    else:
-        with pytest.raises(NoReplicasLeft, match="its machine has left"):
-            await asyncio.wait_for(waiting, 5)
-    following.cancel()
+    assert not waiting.done()
+    machines.free["m1"] = 1
+    await machines.until(S.pending)
+    await machines.publish()
+    assert (await waiting).name == "rollout-0" and machines.node(0) == "m1"
 
 
 async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_those_that_failed(
@@ -208,7 +196,7 @@ async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_thos
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(scaling_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     machines = Machines({"m0": 0, "m1": 0}, (1, 2), 1)
-    roster, num_looks = machines.supervisor.roster, 0
+    roster, num_looks = machines.roster, 0
 
     async def look() -> Room:
         nonlocal num_looks
@@ -220,9 +208,9 @@ async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_thos
         await until(lambda: num_looks > seen + 1, every_s=0.001)
         return roster.awaits_room
 
-    machines.supervisor.scaling._look = look
+    machines.scaling._look = look
     await machines.publish()
-    following = machines.follow(patience_s=60)
+    machines.follow()
     assert await at(0.0) and await at(100.0), "it serves"
     machines.replica(0).num_restarts = 1
     await machines.fail(0, "it fails and fails")
@@ -231,7 +219,6 @@ async def test_patience_begins_when_the_last_worker_has_left_and_is_not_for_thos
     await machines.until(S.gone)
     assert await at(159.0)
     assert not await at(160.0)
-    following.cancel()
 
 
 @pytest.mark.parametrize("patience_s", [30.0, 600.0])
@@ -248,8 +235,8 @@ async def test_a_supervisor_follows_with_the_patience_that_it_was_given_until_it
     del machines.free["m0"]
     await machines.fail(0, "its machine is gone")
     began = loop.time()
-    with pytest.raises(NoReplicasLeft):
-        await machines.supervisor.roster.least_loaded()
+    with pytest.raises(NoReplicasLeft, match="its machine has left"):
+        await machines.roster.least_loaded()
     assert patience_s - 5 <= loop.time() - began <= patience_s + 10, "it looks every 5 s"
     await machines.supervisor.close()
     machines.free["m1"] = 1
@@ -261,20 +248,18 @@ async def test_room_that_another_run_took_is_looked_for_again(caplog: pytest.Log
     machines = await Machines({"m0": 0, "m1": 1}, (1, 2), 1).published()
     real = machines.make_room
 
-    machines.supervisor.scaling._make_room = AsyncMock(side_effect=FleetRefusal("another run took it"))
-    following = machines.follow()
+    machines.scaling._make_room = AsyncMock(side_effect=FleetRefusal("another run took it"))
+    machines.follow()
     await asyncio.sleep(0.02)
     assert machines.states == [S.serving]
     assert caplog.text.count("another run took it") == 1, "said once"
-    machines.supervisor.scaling._make_room = real
+    machines.scaling._make_room = real
     await machines.until(S.serving, S.serving)
-    following.cancel()
 
 
 @pytest.mark.parametrize("bounds", [(1, 2), None])
 async def test_a_noticed_machine_gets_no_worker_again_not_even_by_command(bounds: tuple[int, int] | None) -> None:
-    machines = await Machines({"m0": 0}, bounds, 1).published()
-    following = machines.follow()
+    machines = await followed({"m0": 0}, bounds)
     told = machines.replica(0).worker
     assert isinstance(told, FakeWorker)
     told.who_told = NOTICE
@@ -282,11 +267,10 @@ async def test_a_noticed_machine_gets_no_worker_again_not_even_by_command(bounds
     await machines.until(S.gone)
     await asyncio.sleep(0.02)
     assert machines.states == [S.gone], "the last one, too, waits for another machine"
-    assert await machines.supervisor.scaling.scale(1) == ["1 worker more: as soon as a machine has room"]
+    assert await machines.scaling.scale(1) == ["1 worker more: as soon as a machine has room"]
     machines.free["m1"] = 1
     await machines.until(S.pending)
     assert machines.node(0) == "m1"
-    following.cancel()
     machines = await Machines({"m0": 0}, bounds, 1).published()
     machines.worker(0).told.set()
     await machines.until(S.pending)  # SIGTERM says nothing of the machine: the last one starts there again

@@ -4,7 +4,7 @@ Supervisor and relay are the product's own; workers and the trainer's publish ar
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -21,11 +21,6 @@ from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 S = ReplicaState
-
-
-def break_at(worker: FakeWorker, verb: str, how: str) -> None:
-    """From now on it dies or hangs there."""
-    worker.before[verb] = AsyncMock(side_effect=ConnectionError("it died")) if how == "dies" else asyncio.Event().wait
 
 
 class Cast(FakeFleet):
@@ -50,6 +45,11 @@ class Cast(FakeFleet):
     async def restart(self, name: str) -> FakeWorker:
         self.world.diary.append(("restart", int(name[-1])))
         return await super().restart(name)
+
+    def break_at(self, index: int, verb: str, how: str = "dies") -> None:
+        """From now on a worker dies or hangs there."""
+        dies = AsyncMock(side_effect=ConnectionError("it died"))
+        self.worker(index).before[verb] = dies if how == "dies" else asyncio.Event().wait  # type: ignore[assignment]
 
     def all_take(self, pull_s: float) -> None:
         """So long they read from a peer."""
@@ -122,78 +122,63 @@ async def test_every_holder_gives_to_one_reader_at_a_time() -> None:
         worker.pull, worker.offer = pull, offer  # type: ignore[method-assign]
     await cast.relayed(1)
     assert sources == {1: 0, 2: 0, 3: 1, 4: 0, 5: 1, 6: 2, 7: 3}, "one holder, then two, then four"
-    links = [list(replica.links) for replica in cast.supervisor.roster.replicas.values()]
+    links = [list(replica.links) for replica in cast.roster.replicas.values()]
     assert links == [[], *([f"rollout-{sources[reader]}"] for reader in range(1, 8))]
     assert most == 4
     assert cast.world.committed == [1] * 8
 
 
+NO_OFFER = "then made no offer"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "unwritten", "broken", "written", "failed"),
+    [
+        ("aaabb", {0}, {}, [[0, 3], [1]], {0: "not written"}),
+        ("aab", {0, 1}, {}, [[0, 2], [1]], {0: "not written", 1: "not written"}),
+        ("aaa", (), {(0, "offer"): "dies"}, [[0], [1]], {0: NO_OFFER}),  # 1 was not touched
+        ("aaa", (), {(0, "offer"): "hangs"}, [[0], [1]], {0: NO_OFFER}),
+        ("aaaa", (), {(1, "pull"): "dies"}, [[0]], {1: "reading from rollout-0 failed"}),  # what it has is not written
+        ("aaaa", (), {(1, "pull"): "hangs"}, [[0]], {1: "reading from rollout-0 failed"}),
+        ("aaaa", (), {(1, "offer"): "dies"}, [[0]], {1: NO_OFFER}),  # it had read, and was to give on
+    ],
+)
 @on_jumping_clock
-async def test_a_primary_that_fails_is_replaced_in_the_same_publish_and_its_node_still_gets_the_version(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_failure_costs_whom_it_must_and_its_node_still_gets_the_version(
+    nodes: str,
+    unwritten: Collection[int],
+    broken: Mapping[tuple[int, str], str],
+    written: list[list[int]],
+    failed: Mapping[int, str],
 ) -> None:
+    cast = Cast(nodes)
+    cast.failing = set(unwritten)
+    for (index, verb), how in broken.items():
+        cast.break_at(index, verb, how)
+    report = await cast.relayed(1)
+    assert cast.written == written
+    assert {i for i, one in enumerate(report.replicas) if not one.committed} == failed.keys()
+    assert all(said in (report.replicas[index].error or "") for index, said in failed.items())
+    assert cast.states == [S.starting if index in failed else S.serving for index in range(len(nodes))]
+    assert report.num_committed == len(nodes) - len(failed)
+    assert report.num_relayed == report.num_committed - len({one for turn in written for one in turn} - failed.keys())
+    assert all(index in failed for index, version in enumerate(cast.world.committed) if version == -1)
+    cast.gate.set()
+    await until(lambda: set(cast.states) == {S.serving})  # recoveries bring them back
+    assert cast.world.committed == [1] * len(nodes)
+
+
+@on_jumping_clock
+async def test_rounds_add_up_and_a_healthy_node_does_not_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
     cast = Cast("aaabb")
     cast.failing = {0}
     cast.all_take(0.25)
     report = await cast.relayed(1)
-    assert cast.written == [[0, 3], [1]]
-    assert cast.pulls() == [4, 2], "the healthy node does not wait for the other one"
-    assert [replica.committed for replica in report.replicas] == [False, True, True, True, True]
-    assert report.replicas[0].error == "not written"
-    assert cast.states == [S.starting, S.serving, S.serving, S.serving, S.serving]
-    assert (report.relay_s, report.total_s) == pytest.approx((0.5, 0.62)), "both rounds"
-    assert report.pause_s == pytest.approx(0.25)
+    assert cast.pulls() == [4, 2]
+    assert (report.relay_s, report.total_s, report.pause_s) == pytest.approx((0.5, 0.62, 0.25))
     cast.all_take(0.0)
     assert (await cast.relayed(2)).pause_s == 0.01, "the trainer's writes paused them for longer"
-
-
-@on_jumping_clock
-async def test_a_node_whose_replicas_all_fail_ends_after_one_round_each() -> None:
-    cast = Cast("aab")
-    cast.failing = {0, 1}
-    report = await cast.relayed(1)
-    assert cast.written == [[0, 2], [1]]
-    assert [replica.committed for replica in report.replicas] == [False, False, True]
-    assert cast.pulls() == []
-
-
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-@on_jumping_clock
-async def test_a_primary_that_is_gone_before_it_was_read_costs_itself_alone(how: str) -> None:
-    cast = Cast("aaa")
-    break_at(cast.worker(0), "offer", how)
-    report = await cast.relayed(1)
-    assert cast.written == [[0], [1]], "1 was not touched, so the trainer writes it"
-    assert [replica.committed for replica in report.replicas] == [False, True, True]
-    assert "then made no offer" in (report.replicas[0].error or "")
-    assert report.num_committed == 2
-    assert cast.states == [S.starting, S.serving, S.serving]
-
-
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-@on_jumping_clock
-async def test_a_read_that_fails_takes_its_reader_out_and_nobody_else(how: str) -> None:
-    cast = Cast("aaaa")
-    break_at(cast.worker(1), "pull", how)
-    report = await cast.relayed(1)
-    assert cast.written == [[0]], "what a failed read left behind is not written in the same publish"
-    assert [replica.committed for replica in report.replicas] == [True, False, True, True]
-    assert "reading from rollout-0 failed" in (report.replicas[1].error or "")
-    assert cast.world.committed[1] == -1
-    assert cast.states == [S.serving, S.starting, S.serving, S.serving]
-    cast.gate.set()
-    await until(lambda: cast.states[1] is S.serving)
-    assert cast.world.committed == [1] * 4, "a recovery brought it back"
-
-
-@on_jumping_clock
-async def test_a_reader_that_is_gone_when_it_is_to_give_on_was_not_relayed_to() -> None:
-    cast = Cast("aaaa")
-    break_at(cast.worker(1), "offer", "dies")
-    report = await cast.relayed(1)
-    assert [replica.committed for replica in report.replicas] == [True, False, True, True]
-    assert report.num_relayed == 2
 
 
 @pytest.mark.parametrize(("what", "said"), [("moves", "has moved on"), ("dies", "it died")])
@@ -205,71 +190,48 @@ async def test_a_version_whose_peer_moved_or_died_while_it_was_read_is_not_adopt
         if what == "moves":
             cast.world.committed[0] = 9
         else:
-            break_at(cast.worker(0), "offer", what)
+            cast.break_at(0, "offer")
 
-    cast.workers[1].before["pull"] = the_peer_is_another
+    cast.worker(1).before["pull"] = the_peer_is_another
     report = await cast.relayed(1)
-    assert not report.replicas[1].committed
-    assert said in (report.replicas[1].error or "")
+    assert not report.replicas[1].committed and said in (report.replicas[1].error or "")
     assert cast.world.committed[1] == -1
     await cast.fail(0)
     await until(lambda: ("release", 1) in cast.world.diary)  # its link pins the dead worker's memory
 
 
 @on_jumping_clock
-async def test_nobody_who_left_meanwhile_is_chosen() -> None:
-    cast = Cast("aaa")
-    await cast.relayed(0)
-    held = await cast.supervisor.hold()
-    assert held.exclude == []
-    await cast.fail(0, "a group on it failed")
-    assert by_node(cast.supervisor.roster.replicas.values()) == {"a": [cast.replica(1), cast.replica(2)]}
-
-
-@on_jumping_clock
 async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() -> None:
     cast = Cast("aaa")
-
-    async def a_neighbour_dies() -> None:
-        await cast.fail(2, "a group on it failed")
-
-    cast.workers[1].before["pull"] = a_neighbour_dies
+    cast.worker(1).before["pull"] = lambda: cast.fail(2, "a group on it failed")
     report = await cast.relayed(1)
     assert cast.pulls() == [1]
     assert [replica.committed for replica in report.replicas] == [True, True, False]
     assert cast.states == [S.serving, S.serving, S.starting]
     cast = Cast("aaabb")
     cast.failing = {0}
-
-    async def the_next_one_dies() -> None:
-        await cast.fail(1, "a group on it failed")
-
-    cast.workers[4].before["pull"] = the_next_one_dies
+    cast.worker(4).before["pull"] = lambda: cast.fail(1, "a group on it failed")
     await cast.relayed(1)
     assert cast.written == [[0, 3], [2]]
 
 
 @on_jumping_clock
-async def test_a_publish_to_nobody_is_made_all_the_same() -> None:
-    cast = Cast("a")
-    await cast.relayed(0)
-    await cast.fail(0)
-    report = await cast.relayed(1)
-    assert cast.written[-1] == []
-    assert report.num_committed == 0
-
-
-@on_jumping_clock
-async def test_a_replica_that_serves_is_written_rather_than_one_that_comes_back() -> None:
+async def test_a_publish_to_nobody_is_made_and_one_that_comes_back_is_not_written_first() -> None:
     cast = Cast("aaa")
     await cast.relayed(0)
-    for worker in cast.workers:
-        break_at(worker, "offer", "dies")  # so that nobody fills it before the next publish
+    await cast.supervisor.hold()
+    await cast.fail(0, "a group on it failed")
+    assert by_node(cast.roster.replicas.values()) == {"a": [cast.replica(1), cast.replica(2)]}
+    await cast.supervisor.settle([outcome(True)] * 3)
+    for index in (1, 2):
+        cast.break_at(index, "offer")  # so that nobody fills it before the next publish
     cast.gate.set()
-    await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
     for worker in cast.workers:
         worker.before.clear()
     await cast.relayed(1)
-    assert cast.written[-1] == [1]
-    assert cast.states == [S.serving] * 3
+    assert cast.written[-1] == [1] and cast.states == [S.serving] * 3
+    alone = Cast("a")
+    await alone.relayed(0)
+    await alone.fail(0)
+    assert (await alone.relayed(1)).num_committed == 0 and alone.written[-1] == []

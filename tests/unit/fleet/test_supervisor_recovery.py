@@ -1,11 +1,12 @@
 """A restarted worker is filled by a peer or by a publish, and never asked before it holds current weights."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 from fakes.clock import turns
 from fakes.fleet import until
-from fakes.restarts import PROMPT, Cast, broken_link, serving
+from fakes.restarts import PROMPT, broken_link, serving
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker, an_offer
 
@@ -51,7 +52,7 @@ async def test_a_worker_whose_reads_all_meet_a_publish_joins_the_next_one() -> N
     assert version == NUM_READS
     assert await cast.publish(9) == []
     assert cast.states == [S.serving, S.serving]
-    assert cast.supervisor.roster.recoveries[0].read_s is None, "a publish brought the weights"
+    assert cast.roster.recoveries[0].read_s is None, "a publish brought the weights"
 
 
 @pytest.mark.parametrize("pauses", [True, False])
@@ -103,25 +104,18 @@ async def test_a_publish_that_begins_after_the_peers_second_offer_makes_it_read_
 
 
 async def test_a_recovery_that_fails_leaves_the_worker_to_the_next_publish() -> None:
-    cast, asked = Cast(), list[str]()
-    await cast.publish(0)
-
-    async def breaks() -> None:
-        asked.append("offer")
-        await broken_link()
-
-    cast.worker(1).before["offer"] = breaks
+    cast = await serving()
+    cast.worker(1).before["offer"] = offer = AsyncMock(side_effect=ConnectionError("the link broke"))
     await cast.fail(0)
-    await until(lambda: cast.states[0] is S.pending)
-    assert cast.states[1] is S.serving
-    assert asked == ["offer"], "no publish is to blame, so it does not read again"
+    await until(lambda: cast.states == [S.pending, S.serving])
+    assert offer.await_count == 1, "no publish is to blame, so it does not read again"
     await cast.publish(1)
     assert cast.states == [S.serving, S.serving]
 
 
 async def test_a_worker_with_nobody_to_read_from_is_stranded_until_it_is_published_to() -> None:
     cast = await serving(num_workers=1)
-    stranded = asyncio.create_task(cast.supervisor.roster.stranded())
+    stranded = asyncio.create_task(cast.roster.stranded())
     group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await until(lambda: group.done() or cast.worker(0).num_groups == 1)
     assert not stranded.done()
@@ -165,11 +159,13 @@ async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_o
     assert cast.replica(0).base_wanted_at == ""
 
 
-@pytest.mark.parametrize("call", ["offer", "pull", "broken pull", "adopt", "second offer", "base_wanted_at"])
+@pytest.mark.parametrize(
+    "call", ["offer", "pull", "broken pull", "adopt", "second offer", "base_wanted_at", "broken base_wanted_at"]
+)
 async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call: str) -> None:
-    """A restart is asked for in the middle of every call of a recovery: what the old process answers changes nothing
-    any more, and the peer is read from once more."""
-    cast = await serving()
+    """A restart is asked for in the middle of every call of a recovery: what the old process answers, or how it fails,
+    changes nothing any more, and the peer is read from once more."""
+    cast, verb = await serving(), call.rpartition(" ")[2]
     reached, go_on, num_calls = asyncio.Event(), asyncio.Event(), 0
 
     async def hold_on() -> None:
@@ -179,20 +175,15 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
             cast.worker(1).before.clear()
             reached.set()
             await go_on.wait()
+            if call.startswith("broken"):
+                await broken_link()
 
-    async def hold_on_and_break() -> None:
-        await hold_on()
-        await broken_link()
-
-    if call in ("offer", "second offer"):
+    if verb == "offer":
         cast.worker(1).before["offer"] = hold_on
-    elif call == "broken pull":
-        cast.prepare = lambda worker: worker.before.update(pull=hold_on_and_break)
-    elif call == "base_wanted_at":
-        cast.worker(1).before["offer"] = broken_link
-        cast.prepare = lambda worker: worker.before.update(base_wanted_at=hold_on)
     else:
-        cast.prepare = lambda worker: worker.before.update({call: hold_on})
+        cast.prepare = lambda worker: worker.before.update({verb: hold_on})
+    if verb == "base_wanted_at":
+        cast.worker(1).before["offer"] = broken_link
     await cast.fail(0)
     await until(reached.is_set)
     cast.gate.clear()
@@ -201,15 +192,14 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
     go_on.set()
     await turns()
     assert cast.states == [S.starting, S.serving]
-    assert cast.supervisor.roster.recoveries == []
+    assert cast.roster.recoveries == []
     assert cast.replica(0).reason == "a restart was asked for"
-    assert call == "base_wanted_at" or E.waiting not in cast.events(0)
+    assert verb == "base_wanted_at" or E.waiting not in cast.events(0)
     cast.worker(1).before.clear()
     cast.gate.set()
     await until(lambda: cast.states == [S.serving, S.serving])
-    assert cast.num_started == 2
-    assert cast.world.committed == [0, 0]
-    assert len(cast.supervisor.roster.recoveries) == 1
+    assert (cast.num_started, cast.world.committed) == (2, [0, 0])
+    assert len(cast.roster.recoveries) == 1
 
 
 async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
@@ -235,7 +225,7 @@ async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
 async def test_the_peer_that_is_read_from_is_the_most_current_and_the_least_busy() -> None:
     cast = await serving(num_workers=4, max_missed_publishes=2)
     for index, (num_missed, num_in_flight) in enumerate([(0, 0), (1, 0), (0, 2), (0, 1)]):
-        replica = cast.supervisor.roster.replicas[f"rollout-{index}"]
+        replica = cast.roster.replicas[f"rollout-{index}"]
         replica.num_missed, replica.num_in_flight = num_missed, num_in_flight
     await cast.fail(0)
     await cast.serves(0)
@@ -248,22 +238,16 @@ async def test_who_waits_for_a_worker_gets_the_one_that_has_read_from_a_peer() -
     cast = await serving()
     reads, may_serve = asyncio.Event(), asyncio.Event()
 
-    def slow(worker: FakeWorker) -> None:
-        adopt = worker.adopt
+    async def slowly() -> None:
+        reads.set()
+        await may_serve.wait()
 
-        async def adopts(*args: int) -> None:
-            reads.set()
-            await may_serve.wait()
-            await adopt(*args)
-
-        worker.adopt = adopts  # type: ignore[method-assign]
-
-    cast.prepare = slow
+    cast.prepare = lambda worker: worker.before.update(adopt=slowly)
     await cast.fail(0)
     await until(reads.is_set)
     cast.gate.clear()
     await cast.fail(1)
-    waiting = asyncio.create_task(cast.supervisor.roster.least_loaded())
+    waiting = asyncio.create_task(cast.roster.least_loaded())
     await turns()
     may_serve.set()
     await until(waiting.done)
@@ -292,7 +276,7 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
         await release([an_offer(0)])
 
     cast.worker(1).release = slowly  # type: ignore[method-assign]
-    cast.worker(2).release = broken_release  # type: ignore[method-assign]
+    cast.worker(2).before["release"] = broken_link
     outcomes = [outcome(False, "excluded"), outcome(True), outcome(True), outcome(False, "excluded")]
     await cast.supervisor.settle(outcomes)
     await until(releasing.is_set)
@@ -306,7 +290,3 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
     assert "rollout-2 keeps its link to rollout-0: the link broke" in caplog.text
     assert not cast.replica(1).links and not cast.replica(2).links
     assert cast.num_started == 1
-
-
-async def broken_release(offers: object) -> None:
-    raise ConnectionError("the link broke")

@@ -31,19 +31,18 @@ def episodes(draw: st.DrawFn) -> tuple[Rollout, list[tuple[list[int], list[int]]
     return Rollout(tokens, logprobs, [token % 7 for token in tokens], "", "stop", turns=tuple(turns)), requests
 
 
+Episode = tuple[Rollout, list[tuple[list[int], list[int]]]]
+
+
 @given(episodes())
-def test_every_sampled_token_counts_once_behind_what_the_engine_was_given(
-    episode: tuple[Rollout, list[tuple[list[int], list[int]]]],
-) -> None:
+def test_every_sampled_token_counts_once_behind_what_the_engine_was_given(episode: Episode) -> None:
     rollout, requests = episode
     branches = branches_of(PROMPT, rollout)
     counted: list[int] = []
     for branch in branches:
-        assert len(branch.token_ids) == len(branch.counts) == len(branch.logprobs)
         versions = iter(branch.policy_versions)
-        for place, (token, counts, logprob) in enumerate(
-            zip(branch.token_ids, branch.counts, branch.logprobs, strict=True)
-        ):
+        rows = zip(branch.token_ids, branch.counts, branch.logprobs, strict=True)
+        for place, (token, counts, logprob) in enumerate(rows):
             assert logprob == (-0.5 * token if counts else 0)
             if counts:
                 counted.append(token)
@@ -55,9 +54,7 @@ def test_every_sampled_token_counts_once_behind_what_the_engine_was_given(
 
 
 @given(episodes())
-def test_the_context_of_a_turn_is_what_the_engine_was_given_and_what_it_sampled(
-    episode: tuple[Rollout, list[tuple[list[int], list[int]]]],
-) -> None:
+def test_the_context_of_a_turn_is_what_the_engine_was_given_and_what_it_sampled(episode: Episode) -> None:
     rollout, requests = episode
     turns = {
         number: (turn.parent, [*turn.given_token_ids, *sampled])
@@ -68,9 +65,7 @@ def test_the_context_of_a_turn_is_what_the_engine_was_given_and_what_it_sampled(
 
 
 @given(episodes())
-def test_every_branch_is_a_sample_with_its_episodes_advantage(
-    episode: tuple[Rollout, list[tuple[list[int], list[int]]]],
-) -> None:
+def test_every_branch_is_a_sample_with_its_episodes_advantage(episode: Episode) -> None:
     rollout, _ = episode
     single = Rollout([5], [-1.0], [0], "", "stop")
     group = Group(PROMPT, [rollout, single], [1.0, 0.0])
@@ -80,13 +75,6 @@ def test_every_branch_is_a_sample_with_its_episodes_advantage(
         assert set(sample.advantages[sample.loss_mask].round(3)) == {1.0}
         assert sample.oldest_version == min(token % 7 for token in sample.token_ids[sample.loss_mask])
     assert set(of_single.advantages[of_single.loss_mask].round(3)) == {-1.0}
-
-
-def test_one_response_is_one_branch_behind_the_groups_prompt() -> None:
-    (branch,) = branches_of(PROMPT, Rollout([7, 8], [-1.0, -2.0], [4, 5], "", "stop"))
-    assert branch.token_ids == [1, 2, 3, 7, 8]
-    assert branch.counts == [False, False, False, True, True]
-    assert branch.first_response == ([1, 2, 3], [7, 8], [-1.0, -2.0])
 
 
 def test_routes_of_turns_join_to_one_less_than_the_tokens() -> None:
@@ -119,14 +107,15 @@ def test_one_response_is_one_sequence_behind_its_prompt() -> None:
     assert (branch.token_ids, branch.counts) == ([1, 2, 3, 5, 6], [False] * 3 + [True] * 2)
     assert (branch.logprobs, branch.policy_versions) == ([0.0] * 3 + [-0.5, -0.25], [3, 4])
     assert (list(branch.places), branch.routes) == ([0, 1], routes)
+    assert branch.first_response == ([1, 2, 3], [5, 6], [-0.5, -0.25])
     assert branches_of(PROMPT, Rollout([], [], [], "", "length")) == []
 
 
 def test_the_first_response_of_a_branch_ends_where_the_engine_was_given_more() -> None:
     """Turn 1 goes on from turn 0, and turn 2 from it, too: in its branch the tokens of turn 0 are context."""
     turns = (Turn(None, [1], 2), Turn(0, [2], 1), Turn(0, [3], 2))
-    first, second = branches_of(PROMPT, Rollout([5, 6, 7, 8, 9], [-1.0, -2.0, -3.0, -4.0, -5.0], [0] * 5, "", "stop",
-                                               turns=turns))  # fmt: skip
+    rollout = Rollout([5, 6, 7, 8, 9], [-1.0, -2.0, -3.0, -4.0, -5.0], [0] * 5, "", "stop", turns=turns)
+    first, second = branches_of(PROMPT, rollout)
     assert first.first_response == ([1], [5, 6], [-1.0, -2.0])
     assert second.first_response == ([1, 5, 6, 3], [8, 9], [-4.0, -5.0])
     assert (first.token_ids, list(first.places)) == ([1, 5, 6, 2, 7], [0, 1, 2])

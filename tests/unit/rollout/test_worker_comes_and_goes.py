@@ -1,25 +1,34 @@
 """A rollout worker at its start, in a recovery and at its end, over an engine that only notes what it is asked."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from cases.noting_workers import PROMPT, make, publish
-from fakes.model_engine import DESCRIBED, OFFER
+from fakes.model_engine import DESCRIBED, OFFER, ModelEngine
 
 from slipstream.conf.schema import PauseMode
 from slipstream.rollout.errors import EngineError, ReplicaNotServing
 from slipstream.rollout.types import ABORTED, NOTHING_YET, AdapterSlotsSpec, Rollout
+from slipstream.rollout.worker import RolloutWorker
 from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 from slipstream.weight_sync.replica.recovery import Pulled
 
+pytestmark = pytest.mark.usefixtures("node_cache")
+BEGUN = Rollout([5], [-2.0], [2], "", ABORTED)
 
-@pytest.fixture(autouse=True)
-def node_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What this node keeps for later runs, empty."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+
+@contextlib.asynccontextmanager
+async def started(folder: Path, *slots: AdapterSlotsSpec) -> AsyncIterator[tuple[RolloutWorker, ModelEngine]]:
+    worker, engine = make(folder, *slots)
+    await worker.start()
+    try:
+        yield worker, engine
+    finally:
+        await worker.stop()
 
 
 @pytest.mark.parametrize("pause_mode", [PauseMode.keep, PauseMode.abort])
@@ -32,15 +41,12 @@ async def test_what_an_engine_had_sampled_is_handed_over_when_it_dies(tmp_path: 
 
 
 async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(tmp_path):
-    worker, engine = make(tmp_path)
-    await worker.start()
-    try:
+    async with started(tmp_path) as (worker, engine):
         assert await worker.pull([OFFER, OFFER]) == Pulled(200, 0.5, 0.25)
         assert worker.state.phase == "verified"
-        with pytest.raises(ReplicaNotServing):
-            await worker.generate_group(PROMPT, 1)
-        with pytest.raises(ReplicaNotServing):
-            await worker.offer()
+        for call in (worker.generate_group(PROMPT, 1), worker.offer()):
+            with pytest.raises(ReplicaNotServing):
+                await call
         await worker.adopt(3, 7)
         assert (engine.version, engine.is_running, engine.has_old_blocks) == (3, True, False)
         assert (worker.state.phase, worker.state.version, worker.state.epoch) == ("clean", 3, 7)
@@ -49,15 +55,11 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(tmp_pa
         assert await worker.offer() == [OFFER, OFFER]
         assert worker.state.is_serving, "a publisher learns its epoch"
         await publish(worker, 4, 8)
-    finally:
-        await worker.stop()
 
 
 @pytest.mark.parametrize("failing", ["slipstream_pull", "slipstream_adopt"])
 async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(tmp_path, failing):
-    worker, engine = make(tmp_path)
-    await worker.start()
-    try:
+    async with started(tmp_path) as (worker, engine):
         with pytest.raises(PlanMismatch, match="2 ranks' weights and 0 ranks' adapter slots; its peer makes 1 offers"):
             await worker.pull([OFFER])
         engine.failing = failing
@@ -71,8 +73,6 @@ async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(tmp
         engine.failing = ""
         await publish(worker, 4, 8)
         assert worker.state.phase == "clean"
-    finally:
-        await worker.stop()
 
 
 async def test_a_base_that_this_machine_does_not_have_is_named_before_the_engine_starts(tmp_path):
@@ -85,9 +85,7 @@ async def test_a_base_that_this_machine_does_not_have_is_named_before_the_engine
 @pytest.mark.parametrize("is_on_disk", [False, True])
 async def test_a_base_that_engines_load_themselves_is_neither_described_nor_wanted(tmp_path, is_on_disk):
     slots = AdapterSlotsSpec(2, 8, ("q_proj",), (), base=tmp_path if is_on_disk else None)
-    worker, engine = make(tmp_path, slots)
-    await worker.start()
-    try:
+    async with started(tmp_path, slots) as (worker, engine):
         opened = "slipstream_open_link" if is_on_disk else "slipstream_describe"
         assert engine.ranks_did == [opened, "slipstream_open_slots"]
         assert await worker.base_wanted_at() == ("" if is_on_disk else worker.endpoint())
@@ -98,26 +96,20 @@ async def test_a_base_that_engines_load_themselves_is_neither_described_nor_want
         if is_on_disk:
             with pytest.raises(PlanMismatch, match="0 ranks' weights and 2 ranks' adapter slots; its peer makes 4"):
                 await worker.pull([OFFER] * 4)
-    finally:
-        await worker.stop()
 
 
 def damage(folder: Path) -> None:
-    for file in folder.rglob("*.digests"):
-        file.write_text("[1")
+    (file,) = folder.rglob("*.digests")
+    file.write_text("[1")
 
 
 async def test_a_later_worker_of_the_same_kind_is_told_the_layout(tmp_path: Path, node_cache: Path) -> None:
     digest = layouts_digest((DESCRIBED.layout,))
-    told: list[list[str] | None] = []
-    for is_damaged in (False, False, True, False):
-        if is_damaged:
+    for told in ([], [digest, digest], [], [digest, digest]):
+        async with started(tmp_path) as (_, engine):
+            assert engine.known_layouts == told
+        if told:
             damage(node_cache)
-        worker, engine = make(tmp_path)
-        await worker.start()
-        await worker.stop()
-        told.append(engine.known_layouts)
-    assert told == [[], [digest, digest], [], [digest, digest]]
 
 
 async def test_a_worker_that_hands_over_returns_responses_as_they_stand_and_begins_no_more(tmp_path: Path) -> None:
@@ -130,8 +122,7 @@ async def test_a_worker_that_hands_over_returns_responses_as_they_stand_and_begi
     assert [(one.token_ids, one.policy_versions, one.finish_reason) for one in await call] == [([7], [3], ABORTED)] * 2
     num_requests = len(engine.requests)
     assert await worker.generate_group(PROMPT, 2) == [NOTHING_YET] * 2
-    begun = [Rollout([4], [-1.0], [2], "", ABORTED)]
-    assert await worker.generate_group(PROMPT, 1, None, None, begun) == begun
+    assert await worker.generate_group(PROMPT, 1, None, None, [BEGUN]) == [BEGUN]
     assert len(engine.requests) == num_requests
 
 
@@ -139,8 +130,7 @@ async def test_a_worker_goes_on_with_what_another_one_handed_over(tmp_path: Path
     worker, engine = make(tmp_path)
     await publish(worker, 3, 1)
     ended = Rollout([9, 8], [-2.0, -3.0], [1, 1], "", "stop")
-    begun = Rollout([5], [-2.0], [2], "", ABORTED)
-    first, second = await worker.generate_group(PROMPT, 2, None, None, [ended, begun])
+    first, second = await worker.generate_group(PROMPT, 2, None, None, [ended, BEGUN])
     assert engine.requests == [(1, 7)], "of 8 tokens one is there"
     assert engine.asked == [([1, 5, 5], None)]
     assert (first.token_ids, first.policy_versions, first.finish_reason) == ([9, 8], [1, 1], "stop")
@@ -153,7 +143,7 @@ async def test_a_group_handed_over_that_a_publish_aborts_begins_anew(tmp_path: P
     worker, engine = make(tmp_path, pause_mode=PauseMode.abort)
     await publish(worker, 3, 1)
     engine.finish_reasons = [ABORTED]
-    (rollout,) = await worker.generate_group(PROMPT, 1, None, None, [Rollout([5], [-2.0], [2], "", ABORTED)])
+    (rollout,) = await worker.generate_group(PROMPT, 1, None, None, [BEGUN])
     assert (rollout.token_ids, rollout.policy_versions) == ([7], [3])
 
 

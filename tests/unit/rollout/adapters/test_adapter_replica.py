@@ -4,6 +4,7 @@ asked of an engine before its first adapter.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,20 +26,18 @@ PROMPT = (1, 2, 3)
 class SeededEngine:
     """Token i of a request is number i of its seed's stream. `evictions` says after how many tokens each is ended."""
 
+    is_killed = False
+    records_routes = False
+    """If it does, every choice of a request is its number, from 1; without a token, vLLM returns none."""
+
     def __init__(self, evictions: list[int | None]) -> None:
         self.requests: list[tuple[list[int], int | None]] = []
         """Prompt and seed of each."""
-        self.is_killed = False
         self._evictions = evictions
-        self._version = 0
 
     def check(self) -> None:
         if self.is_killed:
             raise EngineDied("the engine's process was ended by SIGKILL")
-
-    def _routes(self, num_positions: int, num_tokens: int) -> Routes | None:
-        """What a request returns beside its tokens."""
-        return None
 
     async def generate_group(
         self, prompt_token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None, adapter: Adapter
@@ -51,28 +50,17 @@ class SeededEngine:
             stream = random.Random(own)
             count = sampling.max_tokens if end is None else end
             tokens = [stream.randrange(1000) for _ in range(count)]
-            reason = "length" if end is None else ABORTED
-            routes = self._routes(len(prompt_token_ids) + count - 1, count)
-            rollouts.append(Rollout(tokens, [-1.0] * count, [adapter.version] * count, "", reason, routes=routes))
+            reason, num = "length" if end is None else ABORTED, len(prompt_token_ids) + count - 1
+            routes = Routes(np.full((num, 2, 2), len(self.requests), np.uint8), np.full(num, count > 0))
+            rollout = Rollout(tokens, [-1.0] * count, [adapter.version] * count, "", reason)
+            rollouts.append(replace(rollout, routes=routes) if self.records_routes else rollout)
         return rollouts
 
 
-class RecordingEngine(SeededEngine):
-    """Every choice of a request is its number, from 1."""
-
-    def _routes(self, num_positions: int, num_tokens: int) -> Routes:
-        is_recorded = np.full(num_positions, num_tokens > 0)  # without a token, vLLM returns none
-        return Routes(np.full((num_positions, 2, 2), len(self.requests), np.uint8), is_recorded)
-
-
-def make(
-    policy: PauseMode, evictions: list[int | None], kind: type[SeededEngine] = SeededEngine
-) -> tuple[AdapterReplica, SeededEngine]:
-    engine: Any = kind(evictions)
-    ranks: Any = None
-    replica = AdapterReplica(
-        engine, [], ranks, 2, WeightSyncConfig(mode=SyncMode.adapter, pause_mode=policy), lambda: True
-    )
+def make(policy: PauseMode, evictions: list[int | None]) -> tuple[AdapterReplica, SeededEngine]:
+    engine: Any = SeededEngine(evictions)
+    config = WeightSyncConfig(mode=SyncMode.adapter, pause_mode=policy)
+    replica = AdapterReplica(engine, [], [], 2, config, lambda: True)
     replica._table.commit(0, 7)
     return replica, engine
 
@@ -95,7 +83,8 @@ async def test_a_resumed_response_does_not_repeat_the_random_numbers_of_its_begi
 
 async def test_a_resumed_response_keeps_the_routes_that_its_tokens_were_sampled_at() -> None:
     """Each request computes all positions before it anew: its number is in the routes that it returns."""
-    replica, _ = make(PauseMode.keep, [5, 0, 4, None], RecordingEngine)
+    replica, engine = make(PauseMode.keep, [5, 0, 4, None])
+    engine.records_routes = True
     (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11)
     assert rollout.routes is not None
     assert rollout.routes.experts[:, 0, 0].tolist() == [1] * 7 + [3] * 4 + [4] * 3  # 3 prompt tokens, then 5, 4 and 3
@@ -142,33 +131,30 @@ class ProbedEngine:
         return {1: -1.0 if kind in self.acting[adapter.slot] else -2.0}
 
 
-def before_its_first_adapter(acting: list[set[str]]) -> tuple[AdapterReplica, ProbedEngine]:
+BOTH = {"attention", "experts"}
+
+
+@pytest.mark.parametrize(
+    ("acting", "ignored"),
+    [
+        ([BOTH, BOTH, BOTH], None),
+        ([BOTH, BOTH, {"attention"}], "experts in slot 2 of 3"),
+        ([set(), BOTH], "attention, experts in slot 0 of 2"),
+    ],
+)
+async def test_every_slot_is_asked_for_every_kind_of_module_at_every_publish_until_all_act(
+    acting: list[set[str]], ignored: str | None
+) -> None:
     engine: Any = ProbedEngine(acting)
     names = ("model.layers.0.self_attn.o_proj.lora_a.0", "model.layers.0.mlp.experts.w2_lora_a.0")
     layout = DestLayout(0, tuple(Param(name, (2,), "float32") for name in names), ())
     rank = EngineRank(Sent(layout), Binding("", {}), "tcp")
-    return AdapterReplica(engine, [rank], [engine], len(acting), WeightSyncConfig(), lambda: True), engine
-
-
-async def probe(acting: list[set[str]]) -> ProbedEngine:
-    replica, engine = before_its_first_adapter(acting)
-    await replica._probe()
-    return engine
-
-
-async def test_every_slot_is_asked_for_every_kind_of_module_and_left_empty() -> None:
-    both = {"attention", "experts"}
-    assert (await probe([both, both, both])).holds == ["", "", ""]
-    with pytest.raises(EngineError, match="ignores adapters of experts in slot 2 of 3"):
-        await probe([both, both, {"attention"}])
-    with pytest.raises(EngineError, match="ignores adapters of attention, experts in slot 0 of 2"):
-        await probe([set(), both])
-
-
-async def test_an_engine_that_ignores_adapters_is_refused_at_every_publish() -> None:
-    replica, _ = before_its_first_adapter([set(), set()])
-    for version in (1, 2):
-        with pytest.raises(EngineError, match="ignores adapters"):
+    replica = AdapterReplica(engine, [rank], [engine], len(acting), WeightSyncConfig(), lambda: True)
+    if ignored is None:
+        await replica._probe()
+        assert engine.holds == ["", "", ""], "slots are left empty"
+    for version in (1, 2) if ignored else ():
+        with pytest.raises(EngineError, match=f"ignores adapters of {ignored}"):
             await replica.begin(version, version, "")
 
 

@@ -2,12 +2,14 @@
 the order."""
 
 import asyncio
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
 from hypothesis import given, strategies as st
 
 from slipstream.rollout.adapters.slot_leases import SlotTable
+from slipstream.rollout.types import Adapter
 
 
 def publish(table: SlotTable, version: int) -> int | None:
@@ -18,62 +20,21 @@ def publish(table: SlotTable, version: int) -> int | None:
     return slot
 
 
-def test_nothing_is_served_before_the_first_commit():
+def test_nothing_is_served_before_the_first_commit_or_with_one_slot():
+    with pytest.raises(ValueError, match="2 slots"):
+        SlotTable(1)
     table = SlotTable(2)
-    assert table.newest is None
     with pytest.raises(LookupError), table.lease():
         pass
     table.write(0)
-    assert table.newest is None
+    assert table.newest is None and not table.keep(0)
     table.commit(0, 7)
-    assert table.newest is not None and table.newest.version == 7
+    assert table.newest == Adapter(0, 7)
 
 
-def test_one_slot_cannot_serve_and_be_written():
-    with pytest.raises(ValueError, match="2 slots"):
-        SlotTable(1)
-
-
-def test_two_slots_take_turns_and_a_reader_blocks_its_own():
-    table = SlotTable(2)
-    assert [publish(table, v) for v in range(4)] == [0, 1, 0, 1]
-    with table.lease() as old:
-        assert publish(table, 4) == 0
-        assert table.free() is None
-        assert table.oldest_read() == old
-        assert table.num_readers == {3: 1}
-    assert table.free() == 1
-
-
-def test_a_failed_write_leaves_the_newest_and_its_slot_is_next():
-    table = SlotTable(3)
-    for version in range(3):
-        publish(table, version)
-    slot = table.free()
-    assert slot is not None
-    table.write(slot)  # and no commit follows
-    assert table.newest is not None and table.newest.version == 2
-    assert table.free() == slot
-
-
-def test_versions_may_go_back_and_names_tell_versions_apart_in_one_slot():
-    table = SlotTable(2)
-    publish(table, 9)
-    with table.lease() as first:
-        publish(table, 3)
-        assert table.newest is not None and table.newest.version == 3
-        assert table.oldest_read() == first
-    publish(table, 4)
-    with table.lease() as again:
-        assert (again.slot, again.lora_id) == (first.slot, first.lora_id)
-        assert again.name != first.name
-
-
-def test_what_is_read_cannot_be_written():
-    table = SlotTable(2)
-    publish(table, 0)
-    with pytest.raises(AssertionError, match="slot 0 is read"):
-        table.write(0)
+def test_names_tell_versions_apart_in_one_slot():
+    first, again = Adapter(0, 9), Adapter(0, 4)
+    assert again.lora_id == first.lora_id and again.name != first.name
 
 
 async def test_the_end_of_a_lease_wakes_who_waits():
@@ -88,47 +49,50 @@ async def test_the_end_of_a_lease_wakes_who_waits():
     assert table.free() == 0
 
 
-def test_a_version_that_is_kept_is_read_beside_newer_ones_and_never_written():
-    table = SlotTable(3)
-    publish(table, 0)
-    assert table.keep(0) and not SlotTable(2).keep(0)
-    for version in range(1, 6):
-        assert publish(table, version) != 0
-        with table.lease(0) as kept, table.lease() as newest, table.lease(9) as unknown:
-            assert (kept.version, newest.version, unknown.version) == (0, version, version)
-            assert table.oldest_read() is None  # a publish must not end the requests of the kept version
-    with pytest.raises(AssertionError, match="slot 0 is read"):
-        table.write(0)
-    assert not table.keep(4)  # no longer the newest: nothing is kept
-    with table.lease(0) as newest:
-        assert newest.version == 5
-    assert publish(table, 6) == 0
+STEPS = st.tuples(
+    st.sampled_from(["publish", "fail", "lease", "lease kept", "release", "keep", "unkeep"]), st.integers(0, 9)
+)
 
 
-@given(st.integers(2, 5), st.lists(st.sampled_from(["publish", "fail", "lease", "release", "keep"]), max_size=60))
-def test_a_lease_sees_one_version_whatever_is_published_meanwhile(num_slots: int, steps: list[str]):
-    table, leases, content = SlotTable(num_slots), [], [-1] * num_slots
-    version, kept = 0, None
-    for step in steps:
+@given(st.integers(2, 5), st.lists(STEPS, max_size=60))
+def test_a_lease_sees_one_version_whatever_is_published_meanwhile(num_slots: int, steps: list[tuple[str, int]]):
+    """Versions may go back. An empty slot is written first, then the one that was committed first, of those that nobody
+    reads; neither the newest nor a kept one is."""
+    table = SlotTable(num_slots)
+    committed: list[Adapter] = []  # in order, each in a slot of its own
+    leases: list[tuple[ExitStack, Adapter]] = []
+    kept: Adapter | None = None
+    for step, version in steps:
+        newest = committed[-1] if committed else None
         if step in ("publish", "fail") and (slot := table.free()) is not None:
             table.write(slot)
-            content[slot] = -2  # half-written
+            committed = [held for held in committed if held.slot != slot]
             if step == "publish":
-                content[slot] = version
                 table.commit(slot, version)
-                version += 1
-        elif step == "lease" and table.newest is not None:
-            stack = ExitStack()
-            leases.append((stack, stack.enter_context(table.lease())))
+                committed.append(Adapter(slot, version))
+        elif step.startswith("lease") and newest is not None:
+            asked = kept.version if step == "lease kept" and kept is not None else None
+            leases.append((stack := ExitStack(), stack.enter_context(table.lease(asked))))
+            assert leases[-1][1] == (kept if asked is not None else newest)
+            with table.lease(99) as unknown:
+                assert unknown == newest
         elif step == "keep" and num_slots > 2:
-            kept = table.newest if table.newest is not None and table.keep(table.newest.version) else None
+            assert table.keep(version) == (newest is not None and newest.version == version)
+            kept = newest if newest is not None and newest.version == version else None
+        elif step == "unkeep":
+            assert not table.keep(None)
+            kept = None
         elif step == "release" and leases:
             leases.pop(0)[0].close()
-        if kept is not None:
-            with table.lease(kept.version) as again:
-                assert again == kept and content[kept.slot] == kept.version
-        for _, adapter in leases:
-            assert content[adapter.slot] == adapter.version
-        if table.newest is not None:
-            assert content[table.newest.slot] == table.newest.version
-        assert sum(table.num_readers.values()) == len(leases)
+        readers = Counter(adapter for _, adapter in leases)
+        assert readers.keys() <= set(committed) and (kept is None or kept in committed), "nothing of these was written"
+        assert table.newest == (committed[-1] if committed else None)
+        if len({held.version for held in committed}) == len(committed):
+            assert table.num_readers == {held.version: number for held, number in readers.items()}
+        older = [held for held in committed[:-1] if held != kept]
+        assert table.oldest_read() == next((held for held in older if readers[held]), None)
+        empty = set(range(num_slots)) - {held.slot for held in committed}
+        assert table.free() == next(iter([*sorted(empty), *(held.slot for held in older if not readers[held])]), None)
+        for held in {*committed[-1:], *readers, *([kept] if kept else [])}:
+            with pytest.raises(AssertionError, match=f"slot {held.slot} is read"):
+                table.write(held.slot)

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,6 @@ from slipstream.rollout.engine.engine_options import (
     cache_bytes,
     capture_sizes,
     engine_arguments,
-    engine_environment,
     known_arguments,
     warm_up_lengths,
 )
@@ -46,68 +46,45 @@ def options(
     )
 
 
-def an_engine(folder: Path, llm: object = None, *processes: object) -> VllmEngine:
-    """One on a CPU that has nothing but these processes of vLLM's."""
-    (folder / "config.json").write_text("{}")
-    engine = VllmEngine(options(folder=folder, device=Device.cpu), seed=0)
-    engine.process.llm, engine.process.children = cast(Any, llm), cast(Any, list(processes))
-    return engine
-
-
-RUNS = SimpleNamespace(errored=False)
-
-
-FROM_PUBLISHES = {"load_format": "dummy", "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
-"""Weights never come from files, and log-probabilities are of the distribution that is sampled."""
-
-
 def test_a_seed_of_any_size_is_one_that_numpy_takes():
     seeds = (20261122 * 1000, 20261122 * 1000 + 1)  # of the engines of a run whose seed is a date
-    arguments = [engine_arguments(options(device=Device.cpu), seed=seed)
-                 for seed in seeds]  # fmt: skip
-    assert [np.random.RandomState(one["seed"]) for one in arguments]
-    assert arguments[0]["seed"] != arguments[1]["seed"]
+    given = [engine_arguments(options(device=Device.cpu), seed=seed)["seed"] for seed in seeds]
+    assert [np.random.RandomState(seed) for seed in given] and given[0] != given[1]
 
 
-def test_a_base_that_no_publish_can_write_is_loaded_from_its_folder_for_kernels_that_add_adapters():
+def test_a_base_that_no_publish_can_write_is_loaded_from_its_folder_for_kernels_that_add_adapters(tmp_path: Path):
+    """What of it is a language model beside a tower, by a loader that knows its names."""
     slots = AdapterSlotsSpec(2, 8, ("experts",), ())
-    for base, wanted in ((None, ("m", "dummy", "triton")), (Path("kimi"), ("kimi", "auto", "marlin"))):
-        arguments = engine_arguments(options(adapters=replace(slots, base=base)), seed=1)
-        assert (arguments["model"], arguments["load_format"], arguments["moe_backend"]) == wanted
-
-
-def test_the_language_model_beside_a_tower_is_read_by_a_loader_that_knows_its_names(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}')
-    arguments = engine_arguments(options(adapters=AdapterSlotsSpec(2, 8, ("experts",), (), base=tmp_path)), seed=1)
-    assert arguments["model"] == "m"
-    assert arguments["load_format"] == LANGUAGE_MODEL
-    assert arguments["model_loader_extra_config"] == {"folder": str(tmp_path)}
+    for base, *wanted in (
+        (None, "m", "dummy", "triton", None),
+        (Path("kimi"), "kimi", "auto", "marlin", None),
+        (tmp_path, "m", LANGUAGE_MODEL, "marlin", {"folder": str(tmp_path)}),
+    ):
+        arguments = engine_arguments(options(adapters=replace(slots, base=base)), seed=1)
+        names = ("model", "load_format", "moe_backend", "model_loader_extra_config")
+        assert [arguments.get(name) for name in names] == wanted
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({"device": Device.cpu}, FROM_PUBLISHES),
-        ({"device": Device.cuda}, FROM_PUBLISHES),
+        ({}, {"enforce_eager": False, "moe_backend": "triton"}),
         (
             {"config": RolloutConfig(tp_size=2, enable_expert_parallel=True, kv_cache_bytes=123)},
-            {"moe_backend": "triton", "enforce_eager": False, "distributed_executor_backend": "mp",
-             "enable_expert_parallel": True, "kv_cache_memory_bytes": 123},
+            {"distributed_executor_backend": "mp", "enable_expert_parallel": True, "kv_cache_memory_bytes": 123},
         ),
         (
             {"device": Device.cpu},
             {"enforce_eager": True, "distributed_executor_backend": "uni", "kv_cache_memory_bytes": 256 << 20},
         ),
     ],
-    ids=["weights of a CPU", "weights of a GPU", "experts in the checkpoint's order", "eager with a fixed cache"],
-)  # fmt: skip
+    ids=["experts in the checkpoint's order", "two ranks", "eager with a fixed cache"],
+)
 def test_an_engine_is_given_these_arguments(given: dict[str, Any], wanted: dict[str, Any]):
+    """Weights never come from files, and log-probabilities are of the distribution that is sampled."""
+    wanted |= {"load_format": "dummy", "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
     assert engine_arguments(options(**given), seed=1).items() >= wanted.items()
-
-
-def test_an_engine_on_a_cpu_has_no_process_of_its_own_beside_vllms():
-    assert engine_environment(Device.cpu)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in engine_environment(Device.cuda)
 
 
 def test_linear_attention_computes_by_kernels_that_vllm_brings_and_keeps_its_state_in_float32(tmp_path: Path):
@@ -191,8 +168,8 @@ def test_errors_of_engine_ranks_keep_their_class():
         assert error_class(name) is EngineError
 
 
-async def test_an_engine_that_does_not_run_says_so(tmp_path):
-    engine = an_engine(tmp_path)
+async def test_an_engine_that_does_not_run_says_so(engine_of: Callable[..., VllmEngine]):
+    engine = engine_of()
     with pytest.raises(EngineError, match="not running"):
         engine.check()
     with pytest.raises(EngineError, match="not running"):
@@ -249,12 +226,17 @@ def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
         assert output.read() == b""  # end of file: every process that held the pipe is gone
 
 
+ENDS = """
+import os
+from pathlib import Path
+from slipstream.rollout.die_with_owner import end_with
+end_with({}, also_kill={})
+print(Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read_text())
+"""
+
+
 def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_it():
-    code = (
-        "import os; from pathlib import Path; from slipstream.rollout.die_with_owner import end_with;"
-        "end_with(os.getppid());"
-        "print(Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
-    )
+    code = ENDS.format("os.getppid()", ())
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, timeout=240)
     assert done.stderr == b""
     status = Path(f"/proc/{int(done.stdout)}/status")
@@ -264,75 +246,60 @@ def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_i
 
 def test_a_process_that_is_its_own_owner_ends_alone():
     """An engine's owner may import what its processes import: its parent must live on."""
-    code = (
-        "import os; from slipstream.rollout.die_with_owner import end_with;"
-        "end_with(os.getpid(), also_kill=[os.getppid()]);"
-        "print(__import__('pathlib').Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
-    )
+    code = ENDS.format("os.getpid()", "[os.getppid()]")
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);print('on')"
     done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["on"]
 
 
-def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_path: Path):
-    process = SimpleNamespace(exitcode=None)
-    engine = an_engine(tmp_path, RUNS, process)
-    engine.check()
-    process.exitcode = -signal.SIGKILL
-    with pytest.raises(EngineDied, match="the engine's process was ended by SIGKILL; this rollout worker must be"):
-        engine.check()
-
-
-def test_an_engine_that_hangs_while_a_signal_ends_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_hangs_while_a_signal_ends_it_is_gone(
+    tmp_path: Path, engine_of: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "rollout-0"))
-    engine = an_engine(tmp_path, RUNS, SimpleNamespace(exitcode=None))
-    report = tmp_path / "rollout-0-EngineCore.txt"
+    engine = engine_of(SimpleNamespace(errored=False), SimpleNamespace(exitcode=None))
     for text in ("", "Fatal Python error: Segmentation fault\n"):  # the second may still be written to
-        report.write_text(text)
+        (tmp_path / "rollout-0-EngineCore.txt").write_text(text)
         engine.check()
     with pytest.raises(EngineDied, match="the engine's process died of SIGSEGV"):
         engine.check()
 
 
-def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """vLLM never answers it; its deadline may be minutes away."""
-    monkeypatch.setattr("slipstream.rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
+class Silent:
+    """vLLM that never answers, and has not noticed that its process dies at the first call."""
 
-    class Dying:
-        errored = False
+    errored = False
+    output_processor = SimpleNamespace(external_req_ids={})
 
-        async def collective_rpc(self, method: str, args: tuple[object, ...]) -> None:
-            self.errored = True
-            await asyncio.Event().wait()
+    def __init__(self) -> None:
+        self.process = SimpleNamespace(exitcode=None)
 
-    with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
-        asyncio.run(an_engine(tmp_path, Dying()).call_ranks("slipstream_describe"))
+    async def collective_rpc(self, *_: object, **__: object) -> None:
+        self.process.exitcode = -signal.SIGSEGV
+        await asyncio.Event().wait()
+
+    async def generate(self, *_: object, **__: object):
+        await self.collective_rpc()
+        yield None
 
 
-@pytest.mark.parametrize("asked", ["generate_group", "score", "next_logprobs"])
-def test_requests_end_when_the_engine_dies_without_a_word_of_vllms(
-    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda engine: engine.call_ranks("slipstream_describe"),  # its deadline may be minutes away
+        lambda engine: engine.generate_group([1, 2], 2, SamplingConfig(max_tokens=4)),
+        lambda engine: engine.score([1, 2]),
+        lambda engine: engine.next_logprobs([1, 2], None),
+    ],
+)
+def test_what_was_asked_ends_when_the_engine_dies_without_a_word_of_vllms(
+    ask: Callable[[VllmEngine], Coroutine[Any, Any, object]],
+    engine_of: Callable[..., VllmEngine],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("slipstream.rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
-    process = SimpleNamespace(exitcode=None)
-
-    class Silent:
-        errored = False
-        output_processor = SimpleNamespace(external_req_ids={})
-
-        async def generate(self, *_: object, **__: object):
-            process.exitcode = -signal.SIGSEGV
-            await asyncio.Event().wait()
-            yield None
-
-    engine = an_engine(tmp_path, Silent(), process)
-    calls = {
-        "generate_group": lambda: engine.generate_group([1, 2], 2, SamplingConfig(max_tokens=4)),
-        "score": lambda: engine.score([1, 2]),
-        "next_logprobs": lambda: engine.next_logprobs([1, 2], None),
-    }
-    with pytest.raises(EngineDied, match="SIGSEGV"):
-        asyncio.run(calls[asked]())
+    llm = Silent()
+    with pytest.raises(EngineDied, match="was ended by SIGSEGV; this rollout worker must be restarted"):
+        asyncio.run(ask(engine_of(llm, llm.process)))
 
 
 def test_options_of_the_engine_are_handed_on_and_added_to_ours():

@@ -30,10 +30,6 @@ def test_torchao_is_not_found_meanwhile_unless_somebody_has_it(monkeypatch: pyte
         assert sys.modules["torchao"] is imported
 
 
-def test_forks_of_this_process_could_use_a_gpu() -> None:
-    assert forks_can_use_gpu()
-
-
 def test_what_was_imported_is_not_walked_again() -> None:
     num_frozen = gc.get_freeze_count()
     try:
@@ -71,11 +67,10 @@ def test_a_start_leaves_the_method_as_it_was_given(monkeypatch: pytest.MonkeyPat
     assert os.environ.get(METHOD_VARIABLE) == given
 
 
-def test_engines_are_forked_unless_no_fork_could_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert method_here() == "fork"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(process_imports, "can_use_gpu", lambda: True)
-    assert method_here() == "fork"
-    monkeypatch.setattr(process_imports, "can_use_gpu", lambda: False)
-    assert method_here() == "spawn"
+@pytest.mark.parametrize(("num_gpus", "can", "method"), [(0, False, "fork"), (1, True, "fork"), (1, False, "spawn")])
+def test_engines_are_forked_unless_no_fork_could_use_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, can: bool, method: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(process_imports, "can_use_gpu", lambda: can)
+    assert method_here() == method

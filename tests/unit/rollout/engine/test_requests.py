@@ -3,17 +3,16 @@ itself makes of them is shown by tests/contract/test_engine_vllm.py.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.conf.schema import SamplingConfig
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineError
-from slipstream.rollout.types import Adapter, EngineOptions
+from slipstream.rollout.types import Adapter
 from slipstream.weight_sync.errors import IntegrityError
 
 SAMPLING = SamplingConfig(max_tokens=4)
@@ -56,20 +55,17 @@ class Client:
             await asyncio.sleep(0)
 
 
-def make(folder: Path) -> tuple[VllmEngine, Client]:
-    (folder / "config.json").write_text("{}")
-    engine, client = (
-        VllmEngine(
-            EngineOptions(folder=folder, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu), seed=0
-        ),
-        Client(),
-    )
-    engine.process.llm = cast(Any, client)
-    return engine, client
+@pytest.fixture
+async def client() -> Client:
+    return Client()
 
 
-async def test_siblings_have_seeds_of_their_own_and_end_where_one_fails(tmp_path: Path) -> None:
-    engine, client = make(tmp_path)
+@pytest.fixture
+def engine(engine_of: Callable[..., VllmEngine], client: Client) -> VllmEngine:
+    return engine_of(client)
+
+
+async def test_siblings_have_seeds_of_their_own_and_end_where_one_fails(engine: VllmEngine, client: Client) -> None:
     group = asyncio.create_task(engine.generate_group([1, 2], 3, SAMPLING, seed=5))
     await client.has(3)
     assert client.seeds == {"rollout-0": 5, "rollout-1": 6, "rollout-2": 7}
@@ -81,9 +77,8 @@ async def test_siblings_have_seeds_of_their_own_and_end_where_one_fails(tmp_path
 
 
 async def test_a_request_has_the_version_of_its_adapter_in_its_stamps_in_its_salt_and_where_it_is_ended(
-    tmp_path: Path,
+    engine: VllmEngine, client: Client
 ) -> None:
-    engine, client = make(tmp_path)
     engine.version = 3
     groups = [
         asyncio.create_task(engine.generate_group([1, 2], 1, SAMPLING, adapter=adapter))
@@ -96,17 +91,15 @@ async def test_a_request_has_the_version_of_its_adapter_in_its_stamps_in_its_sal
     for request, end in client.ends.items():
         engine._stamp(SimpleNamespace(request_id=f"{request}-1a2b3c4d", new_token_ids=[5], finish_reason="stop"))
         said = SimpleNamespace(token_ids=[5], logprobs=[-1.0])
-        end.set_result(
-            SimpleNamespace(
-                outputs=[SimpleNamespace(token_ids=[5], logprobs=said, finish_reason="stop", stop_reason=None)]
-            )
-        )
+        output = SimpleNamespace(token_ids=[5], logprobs=said, finish_reason="stop", stop_reason=None)
+        end.set_result(SimpleNamespace(outputs=[output]))
     assert [rollout.policy_versions for group in groups for rollout in await group] == [[3], [7], [8]]
     assert (engine.num_generated_tokens, engine.num_finished_responses) == (3, 3)
 
 
-async def test_the_version_moves_once_all_outputs_of_the_one_before_are_stamped(tmp_path: Path) -> None:
-    engine, client = make(tmp_path)
+async def test_the_version_moves_once_all_outputs_of_the_one_before_are_stamped(
+    engine: VllmEngine, client: Client
+) -> None:
     client.engine_core.outputs_queue.put_nowait("of the version before")
     moves = asyncio.create_task(engine.set_version(4))
     for _ in range(5):
@@ -118,8 +111,7 @@ async def test_the_version_moves_once_all_outputs_of_the_one_before_are_stamped(
 
 
 @pytest.mark.parametrize("refusing", [0, 1, 2])
-async def test_a_call_fails_when_any_rank_does(tmp_path: Path, refusing: int) -> None:
-    engine, client = make(tmp_path)
+async def test_a_call_fails_when_any_rank_does(engine: VllmEngine, client: Client, refusing: int) -> None:
     client.replies = [("", "", rank) for rank in range(3)]
     assert await engine.call_ranks("slipstream_verify") == [0, 1, 2]
     client.replies[refusing] = ("IntegrityError", f"of rank {refusing}", None)

@@ -13,13 +13,12 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from slipstream.conf.schema import Device, DType, RolloutConfig
+from slipstream.conf.schema import Device
 from slipstream.rollout.crash_reports import PARENT_VARIABLE
 from slipstream.rollout.engine.start_log import OutputSince, cause_in
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.engine.vllm_process import VllmProcess
 from slipstream.rollout.errors import EngineDied, EngineError
-from slipstream.rollout.types import EngineOptions
 
 DEAD = cast(Any, SimpleNamespace(errored=True))
 REFERRAL = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -88,59 +87,47 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
-def engine_of(folder: Path, make_llm: Callable[[dict[str, Any]], Any]) -> VllmEngine:
-    options = EngineOptions(folder=folder, config=RolloutConfig(), dtype=DType.float32, device=Device.cpu)
-    return VllmEngine(options, seed=0, make_llm=make_llm)
+FRAMES = 'Current thread 0x1 (most recent call first):\n  File "/lib/model.py", line 3 in load\n'
+NO_MEMORY = "ValueError: No available memory for the cache blocks."
+TOO_LONG = "max_model_len (100000) is greater than the model's"
 
 
-def engine_that_fails(folder: Path, log: bytes, error: Exception) -> VllmEngine:
-    """Its start writes `log` to stderr and raises."""
+@pytest.mark.parametrize(
+    ("stderr", "log", "error", "told"),
+    [
+        ("stderr", f"Process EngineCore:\n{NO_MEMORY}\n", RuntimeError(REFERRAL),
+         f"RuntimeError: {REFERRAL}; the engine's process said: {NO_MEMORY}"),
+        (os.devnull, f"Process EngineCore:\n{NO_MEMORY}\n", RuntimeError(REFERRAL), f"RuntimeError: {REFERRAL}"),
+        ("stderr", "ImportError: of an optional package\n", ValueError(TOO_LONG), f"ValueError: {TOO_LONG}"),
+        ("stderr", "Warning: NUMA binding\n", RuntimeError(REFERRAL.replace("{}", "{'EngineCore_DP0': -9}")),
+         "its process was ended by SIGKILL"),
+        ("rollout-0-EngineCore.txt", f"Fatal Python error: Segmentation fault\n\n{FRAMES}", RuntimeError(REFERRAL),
+         "its process died of SIGSEGV (main thread in /lib/model.py:3, load); frames of all threads: {}"),
+    ],
+    ids=["said in a file", "said elsewhere", "says why itself", "killed, as where memory runs out", "died of a signal"],
+)  # fmt: skip
+async def test_an_engine_that_does_not_start_is_quoted_with_its_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine_of: Callable[..., VllmEngine],
+    stderr: str,
+    log: str,
+    error: Exception,
+    told: str,
+) -> None:
+    """A file that is called as a crash report is one."""
+    monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "rollout-0"))
 
     def fails(_: dict[str, Any]) -> NoReturn:
-        os.write(2, log)
+        os.write(2, log.encode())
         raise error
 
-    return engine_of(folder, fails)
-
-
-@pytest.mark.parametrize("is_file", [True, False])
-async def test_an_engine_that_fails_in_another_process_is_quoted_where_stderr_is_a_file(tmp_path, is_file):
     (tmp_path / "stderr").write_text("RuntimeError: of the engine before\n")
-    log = b"Process EngineCore:\nValueError: No available memory for the cache blocks.\n"
-    engine = engine_that_fails(tmp_path, log, RuntimeError(REFERRAL))
-    with stderr_at(str(tmp_path / "stderr") if is_file else os.devnull), pytest.raises(EngineError) as caught:
-        await engine.start()
-    told = "; the engine's process said: ValueError: No available memory for the cache blocks." if is_file else ""
-    assert str(caught.value) == f"the engine did not start: RuntimeError: {REFERRAL}{told}"
-
-
-async def test_an_error_that_says_why_itself_is_not_joined_by_a_line_of_the_log(tmp_path):
-    error = ValueError("max_model_len (100000) is greater than the model's")
-    engine = engine_that_fails(tmp_path, b"ImportError: of an optional package\n", error)
-    with stderr_at(str(tmp_path / "stderr")), pytest.raises(EngineError) as caught:
-        await engine.start()
-    assert str(caught.value) == f"the engine did not start: ValueError: {error}"
-
-
-async def test_an_engine_that_was_killed_while_it_started_is_told_so_and_not_with_its_last_line(tmp_path):
-    """As by the kernel where memory runs out: the process had no time to say a reason."""
-    error = RuntimeError(REFERRAL.replace("{}", "{'EngineCore_DP0': -9}"))
-    engine = engine_that_fails(tmp_path, b"Warning: NUMA binding\n", error)
-    with stderr_at(str(tmp_path / "stderr")), pytest.raises(EngineError) as caught:
-        await engine.start()
-    assert str(caught.value) == "the engine did not start: its process was ended by SIGKILL"
-
-
-async def test_an_engine_that_a_signal_ended_while_it_started_is_told_with_its_frames(tmp_path, monkeypatch):
-    monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "rollout-0"))
-    frames = 'Current thread 0x1 (most recent call first):\n  File "/lib/model.py", line 3 in load\n'
-    report = tmp_path / "rollout-0-EngineCore.txt"
-    report.write_text(f"Fatal Python error: Segmentation fault\n\n{frames}")
-    engine = engine_that_fails(tmp_path, b"INFO loading\n", RuntimeError(REFERRAL))
-    with stderr_at(str(tmp_path / "stderr")), pytest.raises(EngineError) as caught:
-        await engine.start()
-    died = "died of SIGSEGV (main thread in /lib/model.py:3, load)"
-    assert str(caught.value) == f"the engine did not start: its process {died}; frames of all threads: {report}"
+    with stderr_at(str(tmp_path / stderr)), pytest.raises(EngineError) as caught:
+        await engine_of(make_llm=fails).start()
+    assert (
+        str(caught.value) == f"the engine did not start: {told.format(tmp_path / stderr) if 'frames' in told else told}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,9 +138,11 @@ async def test_an_engine_that_a_signal_ended_while_it_started_is_told_with_its_f
         (-9, "was ended by SIGKILL"),
     ],
 )
-async def test_an_engine_that_ended_by_itself_is_quoted(tmp_path: Path, code: int | None, told: str):
+async def test_an_engine_that_ended_by_itself_is_quoted(
+    tmp_path: Path, engine_of: Callable[..., VllmEngine], code: int | None, told: str
+):
     """A signal is a reason, and what was logged before it none."""
-    engine = engine_of(tmp_path, lambda _: DEAD)
+    engine = engine_of(make_llm=lambda _: DEAD)
     with stderr_at(str(tmp_path / "stderr")):
         await engine.process.start()
         os.write(2, b"ERROR torch.OutOfMemoryError: CUDA out of memory\nEngineDeadError: above is the root cause\n")

@@ -14,13 +14,7 @@ def model(folder: Path, config: str) -> Path:
     return folder
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def test_equal_configs_have_one_path_and_different_ones_two(tmp_path: Path, cache: Path) -> None:
+def test_equal_configs_have_one_path_and_different_ones_two(tmp_path: Path, node_cache: Path) -> None:
     first, second, other = (model(tmp_path / name, config) for name, config in (("a", "{}"), ("b", "{}"), ("c", "[]")))
     kept = same_path(first)
     assert same_path(second) == kept
@@ -28,16 +22,16 @@ def test_equal_configs_have_one_path_and_different_ones_two(tmp_path: Path, cach
     assert [(file.name, file.read_text()) for file in kept.iterdir()] == [("config.json", "{}")]
 
 
-def test_a_copy_that_was_damaged_is_mended(tmp_path: Path, cache: Path) -> None:
+def test_a_copy_that_was_damaged_is_mended(tmp_path: Path, node_cache: Path) -> None:
     folder = model(tmp_path / "a", '{"model_type": "qwen3"}')
     (same_path(folder) / "config.json").write_text('{"model_')
     assert (same_path(folder) / "config.json").read_text() == '{"model_type": "qwen3"}'
 
 
 def test_where_nothing_can_be_kept_the_runs_own_folder_is_used(
-    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, node_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache.write_text("a file where the folder should be")
+    node_cache.write_text("a file where the folder should be")
     folder = model(tmp_path / "a", "{}")
     assert same_path(folder) == folder
     assert "cannot be written" in caplog.text

@@ -25,13 +25,11 @@ LIMIT_S = 20.0
 
 
 class Verbs(Protocol):
-    def add(self, number: int, data: bytes) -> tuple[int, bytes, str]: ...
+    def add(self, number: int, data: bytes = b"") -> tuple[int, bytes, str]: ...
 
     def fail(self, how: int) -> None: ...
 
     def stall(self) -> str: ...
-
-    def say(self, what: str) -> str: ...
 
     def interval(self) -> float: ...
 
@@ -39,13 +37,12 @@ class Verbs(Protocol):
 class Rank:
     """Does what is declared."""
 
-    errors = (IntegrityError("a bit"), ValueError("odd"), KeyError("x"))
-
     def __init__(self, number: int = 0) -> None:
         self.number = number
+        self.errors = (IntegrityError(f"a bit of {number}"), ValueError("odd"), KeyError("x"))
         self.go_on = threading.Event()
 
-    def add(self, number: int, data: bytes) -> tuple[int, bytes, str]:
+    def add(self, number: int, data: bytes = b"") -> tuple[int, bytes, str]:
         return number + self.number, data, threading.current_thread().name
 
     def fail(self, how: int) -> None:
@@ -54,17 +51,17 @@ class Rank:
     def stall(self) -> str:
         return "late" if self.go_on.wait(60) else ""
 
-    def say(self, what: str) -> str:
-        return what
-
     def interval(self) -> float:
         return sys.getswitchinterval()
 
 
+def served(rank: Rank) -> str:
+    return serve_in_thread(rank, KEY, Verbs, contextlib.nullcontext)
+
+
 @contextlib.asynccontextmanager
-async def asking(*ranks: Any) -> AsyncIterator[list[EngineConnection]]:
-    addresses = [serve_in_thread(rank, KEY, Verbs, contextlib.nullcontext) for rank in ranks]
-    asked = [EngineConnection(address, KEY) for address in addresses]
+async def asking(*addresses: str, key: bytes = KEY) -> AsyncIterator[list[EngineConnection]]:
+    asked = [EngineConnection(address, key) for address in addresses]
     try:
         yield asked
     finally:
@@ -73,51 +70,45 @@ async def asking(*ranks: Any) -> AsyncIterator[list[EngineConnection]]:
 
 
 async def test_a_call_reaches_every_rank_and_returns_by_rank():
-    async with asking(Rank(0), Rank(1), Rank(2)) as ranks:
-        assert await ask_all(ranks, LIMIT_S, Verbs.add, 10, data=b"x") == [
-            (10 + rank, b"x", "Verbs") for rank in range(3)
-        ]
+    async with asking(*(served(Rank(number)) for number in range(3))) as ranks:
+        answers = [(10 + rank, b"x", "Verbs") for rank in range(3)]
+        assert await ask_all(ranks, LIMIT_S, Verbs.add, 10, data=b"x") == answers
         with pytest.raises(EngineError, match="add failed with ValidationError: Expected `int`, got `str`"):
             await ask_all(ranks, LIMIT_S, Verbs.add, "ten", b"x")
 
 
 @pytest.mark.parametrize(
     ("how", "arrives", "says"),
-    [(0, IntegrityError, "a bit"), (1, EngineError, "fail failed with ValueError: odd"), (2, EngineError, "x")],
+    [
+        (0, IntegrityError, "^a bit of 0$"),
+        (1, EngineError, "fail failed with ValueError: odd"),
+        (2, EngineError, "x"),
+    ],
 )
-async def test_an_error_arrives_as_its_own_class_and_the_thread_goes_on(how: int, arrives: Any, says: str):
-    async with asking(Rank()) as ranks:
+async def test_the_first_ranks_error_arrives_as_its_own_class_and_the_thread_goes_on(how: int, arrives: Any, says: str):
+    async with asking(served(Rank(0)), served(Rank(1))) as ranks:
         with pytest.raises(arrives, match=says):
             await ask_all(ranks, LIMIT_S, Verbs.fail, how)
-        assert await ask_all(ranks, LIMIT_S, Verbs.say, "on") == ["on"]
-
-
-async def test_the_first_ranks_error_is_raised():
-    class Another(Rank):
-        errors = (IntegrityError("another bit"),)
-
-    async with asking(Rank(), Another()) as ranks:
-        with pytest.raises(IntegrityError, match=r"^a bit$"):
-            await ask_all(ranks, LIMIT_S, Verbs.fail, 0)
+        assert [number for number, _, _ in await ask_all(ranks, LIMIT_S, Verbs.add, 1)] == [1, 2]
 
 
 async def test_a_rank_that_is_late_is_not_waited_for_and_its_late_answer_is_not_taken_for_another():
     """Two callers come after one that gave up: a publish, and a restarted worker that asks for an offer."""
     rank = Rank()
-    async with asking(rank) as ranks:
+    async with asking(served(rank)) as ranks:
         began = time.monotonic()
         with pytest.raises(EngineDied, match=r"did not answer stall within 0\.1 s"):
             await ask_all(ranks, 0.1, Verbs.stall)
         assert time.monotonic() - began < LIMIT_S
-        both = asyncio.gather(*(ask_all(ranks, LIMIT_S, Verbs.say, who) for who in ("this", "that")))
+        both = asyncio.gather(*(ask_all(ranks, LIMIT_S, Verbs.add, number) for number in (1, 2)))
         await asyncio.sleep(0)  # both have begun
         rank.go_on.set()
-        assert await both == [["this"], ["that"]]
+        assert [number for ((number, _, _),) in await both] == [1, 2]
 
 
 def serve(sender: Any) -> None:
     """In a process of its own: a rank that never answers."""
-    sender.send(serve_in_thread(Rank(), KEY, Verbs, contextlib.nullcontext))
+    sender.send(served(Rank()))
     threading.Event().wait(600)
 
 
@@ -126,32 +117,27 @@ async def test_the_death_of_the_engine_ends_a_call_at_once():
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=serve, args=(sender,), daemon=True)
     process.start()
-    ranks = [EngineConnection(await asyncio.to_thread(receiver.recv), KEY)]
-    try:
+    async with asking(await asyncio.to_thread(receiver.recv)) as ranks:
         waits = asyncio.create_task(ask_all(ranks, 600, Verbs.stall))
         await asyncio.sleep(0.2)
         process.kill()
-        for call in (waits, ask_all(ranks, 600, Verbs.say, "")):
+        for call in (waits, ask_all(ranks, 600, Verbs.add, 1)):
             with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
                 await asyncio.wait_for(call, LIMIT_S)
-    finally:
-        ranks[0].close()
-        process.join()
+    process.join()
 
 
 async def test_who_does_not_know_the_runs_key_is_not_answered():
-    address = serve_in_thread(Rank(), KEY, Verbs, contextlib.nullcontext)
-    stranger = EngineConnection(address, b"o" * 32)
-    with pytest.raises(EngineDied):
-        await ask_all([stranger], 1.0, Verbs.say, "")
-    stranger.close()
+    async with asking(served(Rank()), key=b"o" * 32) as ranks:
+        with pytest.raises(EngineDied):
+            await ask_all(ranks, 1.0, Verbs.add, 1)
 
 
 async def test_the_engine_gives_way_to_a_call_before_it_is_known_and_after_others():
     usual_s = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     try:
-        async with asking(Rank()) as ranks:
+        async with asking(served(Rank())) as ranks:
             assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
             assert await ask_all(ranks, LIMIT_S, Verbs.interval) == [pytest.approx(SWITCH_S)]
             assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
