@@ -42,17 +42,15 @@ MODULES: dict[str, tuple[str, ...]] = {
         "weight_sync/pipeline/test_pipeline.py",
         "weight_sync/pipeline/test_lanes.py",
         "weight_sync/pipeline/test_lane_times.py",
-        "weight_sync/pipeline/test_lost_slots.py",
         "trainer/delivery/test_delta_publish.py",
     ),
     "weight_sync/pipeline/lanes.py": (
         "weight_sync/pipeline/test_pipeline.py",
         "weight_sync/pipeline/test_lanes.py",
         "weight_sync/pipeline/test_lane_times.py",
-        "weight_sync/pipeline/test_lost_slots.py",
         "trainer/delivery/test_delta_publish.py",
     ),
-    "weight_sync/pipeline/slot_turns.py": (
+    "weight_sync/pipeline/staging_slots.py": (
         "weight_sync/pipeline/test_slot_turns.py",
         "weight_sync/pipeline/test_lanes.py",
         "weight_sync/pipeline/test_lane_times.py",

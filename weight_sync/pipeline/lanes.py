@@ -4,8 +4,8 @@ A lane is a thread (of `staging_slots.py`, which keeps them ready) and the desti
 the other. Lanes do not wait for each other: one sends the next load while another still sends its part of this one.
 
 Owns the overlap of packing with writing, the time that each replica has, what happens to a replica whose link fails,
-and the count of what was sent. Does not own: staging and loads (`staging_slots.py`), which outlive it, nor the schedule
-(`pipeline.py`, its only caller, which has a diagram).
+and the count of what was sent. Does not own: staging, loads and whose turn a slot is (`staging_slots.py`), nor the
+schedule (`pipeline.py`, its only caller, which has a diagram).
 
 Invariants: a slot is packed again only when every write from it is over; a replica that failed gets no further write;
 a failed write is closed while no other write is running.
@@ -27,8 +27,7 @@ from slipstream.weight_sync.changes import stream_bytes
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.pipeline.landings import ChangeSlots, Landing
-from slipstream.weight_sync.pipeline.slot_turns import FreeSlots, OnItsWay, SharedLock
-from slipstream.weight_sync.pipeline.staging_slots import Batch, Filled, Load, Slots
+from slipstream.weight_sync.pipeline.staging_slots import Batch, Filled, FreeSlots, Load, SharedLock, Slots
 from slipstream.weight_sync.pipeline.sums import Sums
 from slipstream.weight_sync.pipeline.trace import Span, Tracer
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
@@ -37,7 +36,7 @@ from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-_Part = tuple[OnItsWay, Sequence[Destination]]
+_Part = tuple[Filled, Sequence[Destination]]
 """The part of a load that one lane writes."""
 
 
@@ -204,9 +203,9 @@ class Replay:
             parts.setdefault(self._lane_of[dest], []).append(dest)
         if not parts:
             self._free.give_back(filled.slot)
-        load = OnItsWay(filled, len(parts))
+        filled.num_lanes = len(parts)
         for lane, destinations in parts.items():
-            self._lanes[lane].put((load, destinations))
+            self._lanes[lane].put((filled, destinations))
 
     def _run_lane(self, parts: queue.SimpleQueue[_Part | None]) -> float:
         """Run in a lane's thread: write its parts in order. Returns its wait for the device. If it fails, it wakes the
@@ -215,12 +214,12 @@ class Replay:
         with undone_by(lambda _: self._free.end()):  # the error reaches the caller's thread through the future
             self._slots.enter_thread()
             while (part := parts.get()) is not None:
-                load, destinations = part
-                waited_s += load.wait_until_packed()
+                filled, destinations = part
+                waited_s += filled.wait_until_packed()
                 for dest in destinations:
-                    self._write(load.filled, dest)
-                if load.part_is_over():
-                    self._free.give_back(load.filled.slot)
+                    self._write(filled, dest)
+                if filled.part_is_over():
+                    self._free.give_back(filled.slot)
         return waited_s
 
     def _write(self, filled: Filled, dest: Destination) -> None:

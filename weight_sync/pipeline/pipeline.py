@@ -1,9 +1,8 @@
 """One trainer rank's part of a publish: pack, hash, write, with temporary memory under the watermark.
 
-Owns how a schedule is cut into slot loads, the account of the watermark, and when staging is allocated and freed. Does
-not own: staging and its loads (`staging_slots.py`), the overlap of packing with writing and what happens to a replica
-whose link fails (`lanes.py`), which bytes go where (`plan.py`), how a slot is filled (`packing.py`), the values
-(`source.py`), links (`transport/`), or agreement with replicas (`publisher.py`, its only caller).
+Owns the account of the watermark, and when staging is allocated and freed. Does not own: staging and its loads
+(`staging_slots.py`), the overlap of packing with writing and what happens to a replica whose link fails (`lanes.py`),
+how a schedule is cut and a slot filled (`packing.py`), or agreement with replicas (`publisher.py`, its only caller).
 
     schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
 
@@ -41,16 +40,8 @@ from slipstream.weight_sync.integrity import compile_kernels
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.pipeline.landings import Landing
 from slipstream.weight_sync.pipeline.lanes import PipelineResult, Prepared, Replay
-from slipstream.weight_sync.pipeline.packing import (
-    CompiledMarks,
-    CompiledReads,
-    MarkingSource,
-    Packet,
-    compile_reads,
-    cut_into_packets,
-    packed_reads,
-)
-from slipstream.weight_sync.pipeline.staging_slots import Slots
+from slipstream.weight_sync.pipeline.packing import MarkingSource, Packet, compile_reads, cut_into_packets, packed_reads
+from slipstream.weight_sync.pipeline.staging_slots import Compiled, Slots
 from slipstream.weight_sync.pipeline.sums import Places, Sums
 from slipstream.weight_sync.pipeline.trace import Tracer
 from slipstream.weight_sync.plan.budget import NUM_SLOTS, Staging, reserved_bytes
@@ -83,8 +74,6 @@ class Pipeline:
     ) -> None:
         self._source = source
         self._marking = source if has_changes and isinstance(source, MarkingSource) else None
-        self._marked: list[CompiledMarks] = []
-        """Per load, the function that fills a slot and marks changes; empty if changes are not sent."""
         self._takes_changes: Flags | None = None
         self._transport = transport
         self._device = torch.device(device)
@@ -93,8 +82,8 @@ class Pipeline:
         self._watermark_bytes = watermark_bytes
         self.tasks: Sequence[Task] = ()
         """This rank's schedule; after compile()."""
-        self._compiled: list[tuple[tuple[Packet, ...], CompiledReads]] = []
-        """Per load, its packets and the function that fills a slot; kept while staging is freed."""
+        self._compiled: list[Compiled] = []
+        """Per load; kept while staging is freed."""
         self.places = Places({})
         """Where the sums in results are."""
         self._slot_bytes = 0
@@ -106,11 +95,11 @@ class Pipeline:
     @property
     def loads(self) -> list[tuple[Packet, ...]]:
         """What goes through the slots, load by load; after compile()."""
-        return [packets for packets, _ in self._compiled]
+        return [one.packets for one in self._compiled]
 
     @property
     def max_task_bytes(self) -> int:
-        """Largest task that a plan for this rank should contain: a part of a slot."""
+        """Largest task that a plan for this rank should contain."""
         return self._limits.max_task_bytes
 
     @property
@@ -118,13 +107,13 @@ class Pipeline:
         """What the watermark leaves for staging. Computed anew, because the source may need more than at first."""
         return Staging(
             watermark_bytes=self._watermark_bytes,
-            reserved_bytes=self._reserved_bytes(self._source.temporary_bytes),
+            reserved_bytes=self._reserved_bytes(),
             has_changes=self._marking is not None,
         )
 
-    def _reserved_bytes(self, source_bytes: int) -> int:
-        has_changes = self._marking is not None
-        return reserved_bytes(self._device.type, self._watermark_bytes, source_bytes, has_changes=has_changes)
+    def _reserved_bytes(self) -> int:
+        sizes = self._watermark_bytes, self._source.temporary_bytes
+        return reserved_bytes(self._device.type, *sizes, has_changes=self._marking is not None)
 
     def load(self, tasks: Sequence[Task], places: Places | None = None, takes_changes: Flags | None = None) -> None:
         """compile(), then allocate()."""
@@ -148,11 +137,13 @@ class Pipeline:
         self._recover_slots()
         self._drop_staging()  # frees an earlier plan's
         self.tasks, self.places = tasks, Places.of_tasks(tasks) if places is None else places
-        self._compiled = [(packets, compile_reads(self._source, packed_reads(packets))) for packets in loads]
-        self._takes_changes = takes_changes
-        self._marked = []
-        if self._marking is not None and takes_changes is not None:
-            self._marked = [self._marking.compile_marked_reads(packed_reads(packets)) for packets in self.loads]
+        compiled: list[Compiled] = []  # while there are those of before: a source may keep what equal loads held
+        for packets in loads:
+            reads, marks = packed_reads(packets), None
+            if self._marking is not None and takes_changes is not None:
+                marks = self._marking.compile_marked_reads(reads)
+            compiled.append(Compiled(packets, compile_reads(self._source, reads), marks))
+        self._takes_changes, self._compiled = takes_changes, compiled
         compile_kernels(self._device)
 
     def allocate(self) -> None:
@@ -161,7 +152,7 @@ class Pipeline:
         self._slots = Slots(
             self._compiled, slot_bytes=self._slot_bytes, places=self.places, transport=self._transport,
             device=self._device, watermark_bytes=self._watermark_bytes,
-            quarantined=self._quarantined, marked=self._marked, takes_changes=self._takes_changes,
+            quarantined=self._quarantined, takes_changes=self._takes_changes,
         )  # fmt: skip
         self._is_released = False
 
@@ -190,7 +181,7 @@ class Pipeline:
         """
         self._recover_slots()
         self._drop_staging()
-        self._compiled, self._marked = [], []
+        self._compiled = []
         self._is_released = True
 
     @torch.no_grad()
@@ -279,9 +270,7 @@ class Pipeline:
             self._source.begin(0)
             slots.begin()
             for load in slots.loads:
-                filled = slots.pack(0, load, tracer)
-                if filled.ready is not None:
-                    filled.ready.synchronize()
+                slots.pack(0, load, tracer).wait_until_packed()
             slots.take_sums()
             hashes = slots.sums_of_packets()
             for entries in slots.entries.values():
@@ -291,7 +280,7 @@ class Pipeline:
         return sums
 
     def cancel(self) -> None:
-        """Drop what prepare() made, if run() will not follow. Rank-local; harmless if nothing is prepared."""
+        """Drop what prepare() made. Rank-local; harmless if nothing is prepared."""
         if self._prepared is not None:
             self._prepared.tracer.finish()
             self._prepared = None
@@ -342,7 +331,7 @@ class Pipeline:
         return result
 
     def close(self) -> None:
-        """Free staging. The caller closes the transport."""
+        """Free staging, not the transport."""
         self.cancel()
         self._drop_staging()
 
@@ -364,7 +353,7 @@ class Pipeline:
             raise WatermarkError(
                 f"the weight source holds {held_bytes} temporary bytes, it declared at most {declared}"
             )
-        peak = slots.num_bytes + self._reserved_bytes(declared)
+        peak = slots.num_bytes + self._reserved_bytes()
         if peak > self._watermark_bytes:
             raise WatermarkError(
                 f"a publish would hold {peak} temporary bytes, weight_sync.watermark_bytes={self._watermark_bytes}"

@@ -1,23 +1,31 @@
-"""The two staging slots of a trainer rank: their memory, the loads that go through them, the sums of what was packed.
+"""The two staging slots of a trainer rank: their memory, the loads that go through them, the sums of what was packed,
+and who may touch a slot when, between the thread that packs and the lanes that write.
 
 Owns: staging and its registration, what each load holds and how it is filled and hashed, the arguments of its writes,
 and the threads that write. All of this is made once per plan: a small watermark makes thousands of loads, and the link
-waits for the Python code of each. The threads are kept because links have streams and events per thread.
-Does not own: how a schedule is cut (`pipeline.py`, which makes this), when a slot may be packed again (`lanes.py`).
+waits for the Python code of each. The threads are kept because links have streams and events per thread. Of each
+publish: the wait for a packed load, the slots that are free or quarantined, the lock under which a failed write is
+closed. Does not own: how a schedule is cut (`pipeline.py`, which makes this), what is written (`lanes.py`).
 
     sums     packets' hash sums are added up on the device and copied to the host per window of packets, not per load:
              while a link polls the device, each call to the driver waits for it
     ready    one event per slot; recorded again only when every write from the slot is over
 """
 
+import logging
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from slipstream.conf.failures import undone_by
+from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.integrity import RangeHashes
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.merging.factors import is_factor
@@ -28,6 +36,20 @@ from slipstream.weight_sync.pipeline.trace import Tracer
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
 from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+WAIT_LOG_S = 30.0
+"""How often a wait says what it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A load before it has staging: what fills any slot with it, and, if changes are sent, marks what changed."""
+
+    packets: tuple[Packet, ...]
+    reads: CompiledReads
+    marks: CompiledMarks | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +135,52 @@ def compile_writes(
     return batches, entries
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Filled:
-    """A packed slot; the device may still be working on it."""
+    """A load in its slot: packed once the device has finished, over once every lane has written its part."""
 
     slot: int
     load: Load
     ready: torch.cuda.Event | None
+    """None once the device is known to have finished."""
     has_streams: bool = False
     """Whether changes were packed beside the slot."""
+    num_lanes: int = 0
+    """How many have not written their part yet."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def wait_until_packed(self) -> float:
+        """Wait until the device has packed the load: one lane asks the device, the others wait for that lane. Returns
+        the seconds for which this lane asked."""
+        with self._lock:
+            if self.ready is None:
+                return 0.0
+            began = time.monotonic()
+            self.ready.synchronize()
+            self.ready = None
+            return time.monotonic() - began
+
+    def part_is_over(self) -> bool:
+        """Note that a lane has written its part. Returns whether it was the last."""
+        with self._lock:
+            self.num_lanes -= 1
+            return self.num_lanes == 0
 
 
 class Slots:
     """See the module's docstring.
 
     Args:
-        compiled: Per load, in schedule order, its packets and the function that fills a slot with them.
-        places: Places of the sums; see sums.py.
+        compiled: Loads in schedule order.
         transport: Staging is registered with it until close().
         watermark_bytes: Bounds the sums that are on the device at a time, and the scratch of hashing.
         quarantined: Slots that a failed write may still read, with its sessions. Empty at first; outlives a plan.
-        marked: Per load, the function that fills a slot and marks changes; none if changes are not sent.
         takes_changes: See ChangeSlots.
     """
 
     def __init__(
         self,
-        compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]],
+        compiled: Sequence[Compiled],
         *,
         slot_bytes: int,
         places: Places,
@@ -147,7 +188,6 @@ class Slots:
         device: torch.device,
         watermark_bytes: int,
         quarantined: dict[int, list[str]],
-        marked: Sequence[CompiledMarks] = (),
         takes_changes: Flags | None = None,
     ) -> None:
         self.quarantined = quarantined
@@ -165,7 +205,7 @@ class Slots:
         self._window = 0
         """The window whose sums are on the device."""
         batches, self.entries = compile_writes(
-            [packets for packets, _ in compiled], [slot.data_ptr() for slot in self._slots], places
+            [one.packets for one in compiled], [slot.data_ptr() for slot in self._slots], places
         )
         self.threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-lane-{lane}")
@@ -173,14 +213,14 @@ class Slots:
         ]
         """One per lane. All run at once, so none may wait in a pool's queue. Started at first use, ended in close()."""
         self.loads = self._make_loads(compiled, batches)
-        num_packets = sum(len(packets) for packets, _ in compiled)
+        num_packets = sum(len(one.packets) for one in compiled)
         self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
         if slot_bytes:
             transport.register([self._staging])  # last, because nothing would undo it if a later step failed
         self.changes: ChangeSlots | None = None
+        marked = [(one.packets, one.marks) for one in compiled if one.marks is not None]
         if marked and slot_bytes and takes_changes is not None:
-            loads = [(packets, marks) for (packets, _), marks in zip(compiled, marked, strict=True)]
-            self.changes = ChangeSlots(loads, self._slots, takes_changes, transport)
+            self.changes = ChangeSlots(marked, self._slots, takes_changes, transport)
 
     @property
     def num_bytes(self) -> int:
@@ -251,17 +291,16 @@ class Slots:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # otherwise torch keeps it, and the next allocation may come on top of it
 
-    def _make_loads(
-        self, compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]], batches: Sequence[dict[Destination, Batch]]
-    ) -> list[Load]:
+    def _make_loads(self, compiled: Sequence[Compiled], batches: Sequence[dict[Destination, Batch]]) -> list[Load]:
         loads: list[Load] = []
         first = num_packets = 0
-        for (packets, filling), batch in zip(compiled, batches, strict=True):
+        for one, batch in zip(compiled, batches, strict=True):
+            packets = one.packets
             if num_packets + len(packets) - first > self._max_sums:
                 self._windows.append(slice(first, num_packets))
                 first = num_packets
             sums = self._sums[num_packets - first :][: len(packets)]
-            fills = tuple(map(filling, self._slots))
+            fills = tuple(map(one.reads, self._slots))
             loads.append(Load(len(loads), packets, fills, self._hashes(packets), len(self._windows), sums, batch))
             num_packets += len(packets)
         self._windows.append(slice(first, num_packets))
@@ -278,3 +317,103 @@ class Slots:
             )
             for slot in self._slots
         )
+
+
+class FreeSlots:
+    """Slots that may be packed. A slot that a failed write may still read is quarantined, and is not among them."""
+
+    def __init__(self, quarantined: dict[int, list[str]]) -> None:
+        self._quarantined = quarantined
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """None: no more slots will come."""
+
+    def take(self, seconds: Mapping[Destination, float]) -> int | None:
+        """Wait for a slot; None when a lane failed, whose error is raised later.
+
+        Args:
+            seconds: Of writing so far, for the log.
+
+        Raises:
+            TransportError: Every slot is quarantined.
+        """
+        waited_s = 0.0
+        while True:
+            try:
+                slot = self._free.get(timeout=WAIT_LOG_S)
+                if slot is None and len(self._quarantined) == NUM_SLOTS:
+                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
+                return slot
+            except queue.Empty:
+                waited_s += WAIT_LOG_S
+                logger.warning("packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, seconds)
+
+    def give_back(self, slot: int) -> None:
+        """Every write from a slot is over."""
+        if slot not in self._quarantined:
+            self._free.put(slot)
+        elif len(self._quarantined) == NUM_SLOTS:
+            self._free.put(None)
+
+    def end(self) -> None:
+        """A lane failed: take() waits no longer."""
+        self._free.put(None)
+
+    def close_failed(self, slot: int, session: str, reset: Callable[[str], None]) -> None:
+        """Make sure that nothing of a failed write ever reads its slot again.
+
+        The slot is in nobody's hands meanwhile: this lane's part of its load is not over. It is quarantined only where
+        `reset` failed, since lanes of other slots ask how many are left.
+        """
+        try:
+            with undone_by(lambda _: self._quarantined.setdefault(slot, []).append(session)):
+                reset(session)
+        except TransportError as e:
+            logger.error("slot %d is quarantined: %s", slot, e)
+
+
+class SharedLock:
+    """A lock that writes hold together, and the end of a failed write holds alone. Counts the seconds of writing."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_writing = 0
+        self._is_closing = False
+        self._began = 0.0
+        self.busy_s = 0.0
+
+    @contextmanager
+    def writing(self) -> Generator[None]:
+        """Hold the lock for a write."""
+        with self._changed:
+            self._wait_until(lambda: not self._is_closing)
+            if self._num_writing == 0:
+                self._began = time.monotonic()
+            self._num_writing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_writing -= 1
+                if self._num_writing == 0:
+                    self.busy_s += time.monotonic() - self._began
+                    self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Generator[None]:
+        """Hold the lock alone: wait for all running writes, and let none begin."""
+        with self._changed:
+            self._wait_until(lambda: not self._is_closing)
+            self._is_closing = True
+            self._wait_until(lambda: self._num_writing == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_closing = False
+                self._changed.notify_all()
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        waited_s = 0.0
+        while not self._changed.wait_for(is_so, timeout=WAIT_LOG_S):
+            waited_s += WAIT_LOG_S
+            logger.warning("waited %.0f s to close a failed write; %d still running", waited_s, self._num_writing)

@@ -112,34 +112,6 @@ class Tracer:
             self.add("gc", f"generation {info['generation']}", self._gc_began, time.monotonic())
 
 
-@dataclass(slots=True)
-class ReplicaTimes:
-    """One replica's publish as rank 0 knows it: its own readings of time.monotonic(), the replica's durations."""
-
-    asked_s: float
-    idle_s: float
-    mark_s: float
-    told_s: float | None = None
-    """When it was asked to commit; None if it was not."""
-    verify_s: float = 0.0
-    commit_s: float = 0.0
-
-    def spans(self) -> list[Span]:
-        """The phases of a replica's publish, one after the other."""
-        offset_s = time.time() - time.monotonic()
-        marked_s = self.asked_s + self.idle_s + self.mark_s
-        phases = [("pause", self.asked_s, self.idle_s), ("mark dirty", self.asked_s + self.idle_s, self.mark_s)]
-        if self.told_s is not None:
-            phases += [
-                ("writes arrive", marked_s, self.told_s - marked_s),
-                ("verify", self.told_s, self.verify_s),
-                ("commit", self.told_s + self.verify_s, self.commit_s),
-            ]
-        return [
-            Span("phases", name, start_s + offset_s, start_s + offset_s + seconds) for name, start_s, seconds in phases
-        ]
-
-
 def write_trace(file: Path, processes: Mapping[str, Sequence[Span]]) -> None:
     """Write the spans of every process as Chrome's Trace Event Format: complete events in microseconds.
 

@@ -28,11 +28,12 @@ report, never an exception, and delays the others at most by the wait for it. Ea
 any that a replica has seen.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,16 +48,14 @@ from slipstream.weight_sync.pipeline.sums import Places, Sums
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary, rank_tasks_from_wire
 from slipstream.weight_sync.publish.bases import Bases
 from slipstream.weight_sync.publish.collectives import Meeting, values
-from slipstream.weight_sync.publish.rank0 import Agreed, Rank0, Slots
+from slipstream.weight_sync.publish.rank0 import Agreed, Rank0
 from slipstream.weight_sync.publish.report import PublishReport, to_nobody
-from slipstream.weight_sync.publish.transaction import Alive
+from slipstream.weight_sync.publish.transaction import Alive, Slots
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.base import Transport
 from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Publisher:
@@ -88,12 +87,9 @@ class Publisher:
         self._meeting = Meeting(rank, world_size, group)
         self._config = config
         self._bases = Bases(source, config.delta_bytes, rank, world_size)
+        watermark_bytes, has_changes = config.watermark_bytes, self._bases.is_on
         self._pipeline = Pipeline(
-            source,
-            transport,
-            device=device,
-            watermark_bytes=config.watermark_bytes,
-            has_changes=self._bases.is_on,
+            source, transport, device=device, watermark_bytes=watermark_bytes, has_changes=has_changes
         )
         self._endpoints: list[str] = []
         self._digest = ""
@@ -172,12 +168,8 @@ class Publisher:
         meeting.everywhere(None, lambda: self._pipeline.compile(tasks, self._places, flags))
         self._digest, self._summary = summary.digest, summary
         if meeting.rank == 0:
-            logger.info(
-                "weight sync: %d tasks, %d bytes per publish, plan %s",
-                summary.num_tasks,
-                summary.num_bytes,
-                summary.digest[:12],
-            )
+            facts_of = summary.num_tasks, summary.num_bytes, summary.digest[:12]
+            logger.info("weight sync: %d tasks, %d bytes per publish, plan %s", *facts_of)
 
     def publish(self, version: int, *, exclude: Collection[int] = (), trace: Path | None = None) -> PublishReport:
         """Send `version` to every replica. Collective. Replicas' failures are in the report.
@@ -193,8 +185,7 @@ class Publisher:
         Raises:
             ProtocolError: connect() was not called.
         """
-        if not self._is_connected:
-            raise ProtocolError("publish() before connect()")
+        self._require_connected("publish")
         self.disconnect(exclude)
         if not self._digest:
             return to_nobody(version, self._endpoints, exclude)
@@ -204,6 +195,10 @@ class Publisher:
         self._bases.end()
         return report
 
+    def _require_connected(self, verb: str) -> None:
+        if not self._is_connected:
+            raise ProtocolError(f"{verb}() before connect()")
+
     def note_base(self) -> None:
         """Take the source's present values for what engine ranks may hold, and send nothing: those that prove to hold
         them are sent only what differs, by the next publish. Collective.
@@ -211,8 +206,7 @@ class Publisher:
         Raises:
             WeightSyncError: The source cannot be read. Raised alike on every rank.
         """
-        if not self._is_connected:
-            raise ProtocolError("note_base() before connect()")
+        self._require_connected("note_base")
         self._bases.begin()
         self._survey(self._pipeline.survey, self._rank0.note_base)
         self._bases.end()
@@ -221,14 +215,11 @@ class Publisher:
         """Have every engine rank's digest of the base, from one pass over it that sends nothing. Collective."""
 
         def survey() -> Sums:
-            pipeline = Pipeline(
-                base, self._transport, device=self._device, watermark_bytes=self._config.watermark_bytes
-            )
-            try:
+            watermark_bytes = self._config.watermark_bytes
+            pipeline = Pipeline(base, self._transport, device=self._device, watermark_bytes=watermark_bytes)
+            with contextlib.closing(pipeline):
                 pipeline.load(self._pipeline.tasks, self._places)
                 return pipeline.survey()
-            finally:
-                pipeline.close()
 
         self._survey(survey, self._rank0.freeze_base)
         self._is_base_known = True
@@ -243,37 +234,32 @@ class Publisher:
 
     def _publish_to(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""
-        begun, began = None, time.monotonic()
+        began = time.monotonic()
         with undone_by(lambda _: self._pipeline.cancel()):
             failed = self._send_ahead(version, included, is_traced=trace is not None)
             if self._meeting.rank == 0:
-                begun = self._rank0.begin(
+                self._rank0.begin(
                     version, included, endpoints=self._endpoints, digest=self._digest, slots=self._slots,
                     failed=failed, ahead_s=time.monotonic() - began,
                 )  # fmt: skip
             self._pipeline.prepare(version, trace=trace is not None, with_changes=self._bases.sends_changes)
-            alive = self._meeting.on_rank0(Alive, lambda: _of_rank0(begun)[1].result())
+            alive = self._meeting.on_rank0(Alive, self._rank0.alive)
         bindings = {
             (replica, rank): Binding(bound.session, self._slots[replica][rank][bound.slot])
             for (replica, rank), bound in alive.bound.items()
         }
         landings = self._bases.landings(alive.take_changes, bindings)
         merging = () if self._base is None else frozenset(alive.take_changes)
-        if self._base is not None and len(merging) < len(bindings) and self._meeting.rank == 0:
-            logger.warning(
-                "version %d: %d of %d engine ranks get every byte: their base is not the trainer's, or their last"
-                " merge was not proven",
-                version,
-                len(bindings) - len(merging),
-                len(bindings),
-            )
+        num_whole = 0 if self._base is None else len(bindings) - len(merging)
+        if num_whole > 0 and self._meeting.rank == 0:
+            why = "their base is not the trainer's, or their last merge was not proven"
+            numbers = version, num_whole, len(bindings)
+            logger.warning("version %d: %d of %d engine ranks get every byte: %s", *numbers, why)
         result = self._pipeline.run(version, bindings, alive.budgets_s, landings, merging)
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self._meeting.add_up(result.sums.table)
         results = self._meeting.gather(RankPublishReport, result.report)
-        report = self._meeting.on_rank0(
-            PublishReport, lambda: self._rank0.finish(_of_rank0(begun)[0], results, result.sums, trace)
-        )
+        report = self._meeting.on_rank0(PublishReport, lambda: self._rank0.finish(results, result.sums, trace))
         self.disconnect([number for number in included if not report.replicas[number].committed])
         self._bases.note_served({dest: b for dest, b in bindings.items() if report.replicas[dest[0]].committed})
         if self._bases.is_on and report.num_committed == len(included):
@@ -322,8 +308,7 @@ class Publisher:
             WeightSyncError: It does not answer, or its layout is not the planned one; it gets no further publish.
                 Raised alike on every rank.
         """
-        if not self._is_connected:
-            raise ProtocolError("reconnect() before connect()")
+        self._require_connected("reconnect")
         if not self._digest:
             self._connect_first(replica, endpoint)
             return
@@ -372,8 +357,3 @@ class Publisher:
         """Close sockets and staging. Not collective; the caller closes the transport and the group."""
         self._rank0.close()
         self._pipeline.close()
-
-
-def _of_rank0(value: T | None) -> T:
-    assert value is not None, "rank 0 has it"
-    return value

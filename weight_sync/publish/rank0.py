@@ -26,17 +26,14 @@ from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 from slipstream.weight_sync.publish.bases import Bases
 from slipstream.weight_sync.publish.report import NOT_MET, PublishReport
-from slipstream.weight_sync.publish.transaction import Alive, Transaction
+from slipstream.weight_sync.publish.transaction import Alive, Slots, Transaction
 from slipstream.weight_sync.replica.clients import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import flags_of, held_digest
-from slipstream.weight_sync.replica.messages import Addresses, Described, EngineRank, Expected, PublishId, ReplicaVerbs
+from slipstream.weight_sync.replica.messages import Described, EngineRank, Expected, PublishId, ReplicaVerbs
 from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)
-
-Slots = tuple[Addresses, ...]
-"""Where an engine rank's parameters are, by adapter slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,6 @@ class Agreed:
     """Per engine rank, the index of its list."""
 
     def places(self) -> Places:
-        """The place of every parameter of every engine rank."""
         return Places({dest: self.names[number] for dest, number in self.names_of.items()})
 
     def flags(self) -> Flags:
@@ -84,14 +80,15 @@ class Rank0:
         """Per engine rank and parameter, whether changes alone may be sent; empty if they never are."""
         self._last_sums: dict[Destination, Ints] = {}
         """Per engine rank that committed: its part of the sums of the last publish."""
+        self._begun: tuple[Transaction, Future[Alive]] | None = None
+        """The publish under way, and who will be alive."""
 
     def meet(
         self, endpoints: Sequence[str], links: Collection[str], absent: Collection[int] | None, *, has_plan: bool
     ) -> tuple[list[list[Slots]], bool]:
         """Ask the replicas. Returns, per replica and rank, the addresses of its slots, and whether the plan is for
         them."""
-        if self._clients is not None:
-            self._clients.close()
+        self.close()
         self._clients = ReplicaClients(endpoints, self._key)
         out = {number for number, endpoint in enumerate(endpoints) if not endpoint} | set(absent or ())
         asked = {number: endpoint for number, endpoint in enumerate(endpoints) if number not in out}
@@ -114,19 +111,23 @@ class Rank0:
         plan = build_plan(
             [sent.layout for sent, _ in facts], self._layouts, max_task_bytes=min(limit for _, limit in facts)
         )
-        distinct = {id(sizes): sizes for sizes in plan.expected.values()}  # ranks of several replicas share one
-        first_of: dict[int, Destination] = {}
-        for dest, sizes in plan.expected.items():
-            first_of.setdefault(id(sizes), dest)
-        planned = {number: Planned.of(sizes) for number, sizes in distinct.items()}
-        self._planned = {dest: planned[id(sizes)] for dest, sizes in plan.expected.items()}
-        positions = {number: position for position, number in enumerate(distinct)}
-        names_of = {dest: positions[id(sizes)] for dest, sizes in plan.expected.items()}
-        names = tuple(tuple(sizes) for sizes in distinct.values())
-        firsts = zip(names, first_of.values(), strict=True) if self._bases.is_on else ()
-        flags = tuple(flags_of(own, self._layouts[dest[0]][dest[1]]) for own, dest in firsts)
+        names: list[tuple[str, ...]] = []
+        planned: list[Planned] = []
+        flags: list[tuple[bool, ...]] = []
+        numbers: dict[int, int] = {}
+        names_of: dict[Destination, int] = {}
+        for (replica, rank), sizes in plan.expected.items():
+            if id(sizes) not in numbers:  # ranks of several replicas share one
+                numbers[id(sizes)] = len(names)
+                names.append(tuple(sizes))
+                planned.append(Planned.of(sizes))
+                if self._bases.is_on:
+                    flags.append(flags_of(names[-1], self._layouts[replica][rank]))
+            names_of[replica, rank] = numbers[id(sizes)]
+        self._planned = {dest: planned[number] for dest, number in names_of.items()}
         self._flags = {dest: flags[number] for dest, number in names_of.items()} if flags else {}
-        return Agreed(plan.summary(), names, flags, names_of), [plan.to_wire(rank) for rank in range(len(facts))]
+        agreed = Agreed(plan.summary(), tuple(names), tuple(flags), names_of)
+        return agreed, [plan.to_wire(rank) for rank in range(len(facts))]
 
     def _describe(
         self, endpoints: Mapping[int, str], links: Collection[str], *, may_be_gone: bool = False
@@ -152,26 +153,22 @@ class Rank0:
                 continue
             if [item.layout.rank for item in reply.ranks] != list(range(len(reply.ranks))):
                 raise ProtocolError(f"{endpoint} described ranks {[item.layout.rank for item in reply.ranks]}")
-            described[number] = reply
-        for number, reply in described.items():
             for item in reply.ranks:
-                _check_addresses(endpoints[number], item)
+                _check_addresses(endpoint, item)
                 if any(link != item.link for link in links):
                     raise LinkMismatch(
-                        f"{endpoints[number]} receives over {item.link}, the trainer's ranks send over"
+                        f"{endpoint} receives over {item.link}, the trainer's ranks send over"
                         f" {', '.join(sorted(links))}"
                     )
+            described[number] = reply
         return described
 
     def add_replicas(self, more: Sequence[int]) -> None:
         """Count on further replicas with the layouts of replica 0."""
         self._layouts += [self._layouts[0]] * len(more)
-        first = [rank for _, rank in self._engine_ranks(0)]
-        self._planned |= {(replica, rank): self._planned[0, rank] for replica in more for rank in first}
-        if self._flags:
-            self._flags |= {(replica, rank): self._flags[0, rank] for replica in more for rank in first}
-        if frozen := self._bases.frozen:
-            frozen |= {(replica, rank): frozen[0, rank] for replica in more for rank in first}
+        tables: tuple[dict[Destination, Any], ...] = (self._planned, self._flags, self._bases.frozen)
+        for table in filter(None, tables):
+            table |= {(replica, rank): table[0, rank] for replica in more for _, rank in self._engine_ranks(0)}
 
     def rejoin(self, replica: int, endpoint: str, link: str) -> list[Slots]:
         """Meet the replica that replaces another, and check that the plan fits it. Returns, per rank, the addresses of
@@ -202,9 +199,9 @@ class Rank0:
         slots: Sequence[Sequence[Slots]],
         failed: Mapping[int, str],
         ahead_s: float,
-    ) -> tuple[Transaction, Future[Alive]]:
-        """Ask these replicas to begin, in a new epoch, while this rank packs. Returns their transaction, and then who
-        is alive. Those that `failed` ahead, for so many seconds, are not asked. `slots`: as meet() returned them."""
+    ) -> None:
+        """Ask these replicas to begin, in a new epoch, while this rank packs. Those that `failed` ahead, for so many
+        seconds, are not asked. `slots`: as meet() returned them."""
         assert self._clients is not None
         self._epoch += 1
         transaction = Transaction(
@@ -217,13 +214,17 @@ class Rank0:
             failed=failed,
             ahead_s=ahead_s,
         )
-        begun = transaction.begin(lambda replica: [len(of_rank) for of_rank in slots[replica]])
-        return transaction, self._clients.start(begun)
+        self._begun = transaction, self._clients.start(transaction.begin(slots))
 
-    def finish(
-        self, transaction: Transaction, results: Sequence[RankPublishReport], sums: Sums, trace: Path | None
-    ) -> PublishReport:
+    def alive(self) -> Alive:
+        """Who has begun. Waits for it."""
+        assert self._begun is not None
+        return self._begun[1].result()
+
+    def finish(self, results: Sequence[RankPublishReport], sums: Sums, trace: Path | None) -> PublishReport:
         """Tell every replica that began to commit or to abort. Returns the report."""
+        assert self._begun is not None
+        transaction, _ = self._begun
         expected: dict[Destination, Expected] = {}
 
         def expected_of(number: int) -> tuple[Expected, ...]:
@@ -269,7 +270,7 @@ class Rank0:
     def close(self) -> None:
         if self._clients is not None:
             self._clients.close()
-            self._clients = None
+        self._clients = None
 
     def _engine_ranks(self, replica: int) -> list[Destination]:
         return [(replica, rank) for rank in range(len(self._layouts[replica]))]

@@ -7,6 +7,9 @@ EXCLUDED = "excluded by the caller"
 """ReplicaReport.error of a replica that was left out on request."""
 NOT_MET = "out of service when the trainer connected"
 """... and of one of which nothing is known."""
+SECONDS = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
+SUMMED = (*SECONDS, "num_bytes", "num_takers")
+"""What the rounds of a publish add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +30,25 @@ class PublishReport:
     version: int
     epoch: int
     replicas: tuple[ReplicaReport, ...]
-    pause_s: float
+    pause_s: float = 0.0
     """Longest pause of a replica that committed."""
-    begin_s: float
+    begin_s: float = 0.0
     """Until every replica had paused and was marked dirty, or was given up. The first loads are packed meanwhile."""
-    idle_s: float
+    idle_s: float = 0.0
     """Part of begin_s: until the slowest engine had paused, including its step in flight."""
-    mark_s: float
+    mark_s: float = 0.0
     """Part of begin_s: from then until the slowest engine's ranks were marked dirty."""
-    prepare_s: float
+    prepare_s: float = 0.0
     """Packing and hashing; overlaps begin_s and write_s."""
-    write_s: float
-    verify_s: float
-    commit_s: float
-    total_s: float
-    num_bytes: int
+    write_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    num_bytes: int = 0
     """Bytes that were sent, of all ranks to all replicas."""
-    peak_bytes: int
-    watermark_bytes: int
-    num_changed_params: int | None
+    peak_bytes: int = 0
+    watermark_bytes: int = 0
+    num_changed_params: int | None = None
     """Parameters, of engines that committed, whose bytes differ from those of the engine's last commit; None at the
     first publish and if hashes are off. 0 after an optimizer step means that the step did not reach the source, or was
     lost in rounding."""
@@ -76,11 +79,7 @@ def to_nobody(version: int, endpoints: Sequence[str], exclude: Collection[int]) 
         ReplicaReport(endpoint, committed=False, error=EXCLUDED if number in exclude else NOT_MET)
         for number, endpoint in enumerate(endpoints)
     )
-    return PublishReport(
-        version=version, epoch=0, replicas=tuple(replicas), pause_s=0.0, begin_s=0.0, idle_s=0.0, mark_s=0.0,
-        prepare_s=0.0, write_s=0.0, verify_s=0.0, commit_s=0.0, total_s=0.0, num_bytes=0, peak_bytes=0,
-        watermark_bytes=0, num_changed_params=None,
-    )  # fmt: skip
+    return PublishReport(version, 0, tuple(replicas))
 
 
 def joined(reports: Sequence[PublishReport], rounds: Sequence[Sequence[int]]) -> PublishReport:
@@ -91,23 +90,11 @@ def joined(reports: Sequence[PublishReport], rounds: Sequence[Sequence[int]]) ->
         for number in written:
             replicas[number] = report.replicas[number]
     changed = [report.num_changed_params for report in reports if report.num_changed_params is not None]
-    summed = (
-        "begin_s",
-        "idle_s",
-        "mark_s",
-        "prepare_s",
-        "write_s",
-        "verify_s",
-        "commit_s",
-        "total_s",
-        "num_bytes",
-        "num_takers",
-    )
     return replace(
         reports[-1],
         replicas=tuple(replicas),
         pause_s=max(report.pause_s for report in reports),
         peak_bytes=max(report.peak_bytes for report in reports),
         num_changed_params=sum(changed) if changed else None,
-        **{name: sum(getattr(report, name) for report in reports) for name in summed},
+        **{name: sum(getattr(report, name) for report in reports) for name in SUMMED},
     )

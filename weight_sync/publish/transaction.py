@@ -21,15 +21,26 @@ from slipstream.conf.failures import in_words
 from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.pipeline.lanes import RankPublishReport
-from slipstream.weight_sync.pipeline.trace import ReplicaTimes, Span
+from slipstream.weight_sync.pipeline.trace import Span
 from slipstream.weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
 from slipstream.weight_sync.replica.clients import ReplicaClients
-from slipstream.weight_sync.replica.messages import Bound, Committed, Expected, PublishId, ReplicaVerbs
+from slipstream.weight_sync.replica.messages import (
+    Addresses,
+    Begun,
+    Bound,
+    Committed,
+    Expected,
+    PublishId,
+    ReplicaVerbs,
+)
 
 logger = logging.getLogger(__name__)
 
 MIN_COMMIT_S = 1.0
 """Time that a replica gets for its commit even if its writes used up its deadline."""
+
+Slots = tuple[Addresses, ...]
+"""Where an engine rank's parameters are, by adapter slot."""
 
 
 @dataclass(slots=True)
@@ -47,10 +58,9 @@ class Alive:
 @dataclass(slots=True)
 class Notes:
     endpoint: str
+    error: str | None
     spent_s: float = 0.0
-    times: ReplicaTimes | None = None
-    """None before it had begun."""
-    error: str | None = None
+    begun: Begun | None = None
     committed: Committed | None = None
 
 
@@ -79,24 +89,23 @@ class Transaction:
     ) -> None:
         self._held = held
         self.replicas = [
-            Notes(endpoint, error=failed.get(number) if number in included else EXCLUDED)
+            Notes(endpoint, failed.get(number) if number in included else EXCLUDED)
             for number, endpoint in enumerate(endpoints)
         ]
         self._ahead_s = ahead_s
         self._clients = clients
         self._publish = publish
         self._timeout_s = timeout_s
-        self._began = time.monotonic()
+        self._began = self._told = time.monotonic()
         self._begin_s = 0.0
         self.bases: dict[Destination, str] = {}
         """Per engine rank that takes changes: what they are computed against."""
-        self._begun: list[int] = []
 
-    async def begin(self, num_slots_of: Callable[[int], Sequence[int]]) -> Alive:
+    async def begin(self, slots: Sequence[Sequence[Slots]]) -> Alive:
         """Ask all replicas that take part to begin, and wait for their answers.
 
         Args:
-            num_slots_of: Replica -> per engine rank, how many slots it has described.
+            slots: Per replica and engine rank: the slots that it has described.
         """
         numbers = [number for number, replica in enumerate(self.replicas) if replica.error is None]
         replies = await self._clients.ask(
@@ -110,13 +119,11 @@ class Transaction:
             if isinstance(reply, WeightSyncError):
                 replica.error = in_words(reply)
                 continue
-            self._begun.append(number)
-            replica.spent_s = self._clients.answer_s[number]
-            replica.times = ReplicaTimes(self._began, reply.idle_s, reply.mark_s)
+            replica.begun, replica.spent_s = reply, self._clients.answer_s[number]
             alive.budgets_s[number] = max(0.0, self._timeout_s - replica.spent_s)
-            slots, described = [bound.slot for bound in reply.bindings], num_slots_of(number)
-            if len(slots) != len(described) or any(not 0 <= a < n for a, n in zip(slots, described, strict=True)):
-                error = ProtocolError(f"it begins in slots {slots} of its ranks, which have {list(described)}")
+            named, described = [bound.slot for bound in reply.bindings], list(map(len, slots[number]))
+            if len(named) != len(described) or any(not 0 <= a < n for a, n in zip(named, described, strict=True)):
+                error = ProtocolError(f"it begins in slots {named} of its ranks, which have {described}")
                 replica.error = in_words(error)  # it is not written to, and is aborted
                 continue
             for rank, bound in enumerate(reply.bindings):
@@ -141,17 +148,19 @@ class Transaction:
         Args:
             expected_of: Replica -> per engine rank, what it must hold.
         """
-        for number in self._begun:
-            replica = self.replicas[number]
+        begun = {number: replica for number, replica in enumerate(self.replicas) if replica.begun is not None}
+        for number, replica in begun.items():
             failures = [
                 f"trainer rank {rank}: {r.errors[number]}" for rank, r in enumerate(results) if number in r.errors
             ]
             if failures:
                 replica.error = "; ".join(failures)
             replica.spent_s += max(r.write_s.get(number, 0.0) for r in results)
-        unserved = {number: error for number in self._begun if (error := self.replicas[number].error)}
-        self._commit([number for number in self._begun if number not in unserved], expected_of)
-        self._abort(unserved)
+        unserved = {number: replica.error for number, replica in begun.items() if replica.error}
+        self._commit([number for number in begun if number not in unserved], expected_of)
+        if unserved:  # they are DIRTY, whatever they answer; those whose own begin or commit failed know it
+            asked = {number: (self._publish, reason) for number, reason in unserved.items()}
+            self._clients.call(ReplicaVerbs.abort, asked, dict.fromkeys(unserved, MIN_COMMIT_S))
         for replica in self.replicas:
             if replica.error is not None and replica.error != EXCLUDED:
                 logger.error(
@@ -162,12 +171,22 @@ class Transaction:
                     replica.error,
                 )
 
+    def _commit(self, ready: Sequence[int], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
+        asked = {number: (self._publish, expected_of(number)) for number in ready}
+        timeouts_s = {number: max(MIN_COMMIT_S, self._timeout_s - self.replicas[number].spent_s) for number in ready}
+        self._told = time.monotonic()
+        for number, reply in self._clients.call(ReplicaVerbs.commit, asked, timeouts_s).items():
+            if isinstance(reply, WeightSyncError):
+                self.replicas[number].error = in_words(reply)
+            else:
+                self.replicas[number].committed = reply
+
     def report(
         self, results: Sequence[RankPublishReport], *, watermark_bytes: int, num_changed_params: int | None
     ) -> PublishReport:
         """The result for every replica. Call it after `finish`."""
         done = [replica.committed for replica in self.replicas if replica.committed is not None]
-        times = [replica.times for replica in self.replicas if replica.times is not None]
+        begun = [replica.begun for replica in self.replicas if replica.begun is not None]
         num_changed, num_compared = (sum(r.num_changed for r in results), sum(r.num_compared for r in results))
         return PublishReport(
             version=self._publish.version,
@@ -178,8 +197,8 @@ class Transaction:
             ),
             pause_s=max((c.pause_s for c in done), default=0.0),
             begin_s=self._begin_s,
-            idle_s=max((one.idle_s for one in times), default=0.0),
-            mark_s=max((one.mark_s for one in times), default=0.0),
+            idle_s=max((one.idle_s for one in begun), default=0.0),
+            mark_s=max((one.mark_s for one in begun), default=0.0),
             prepare_s=max(r.prepare_s for r in results),
             write_s=max(r.busy_write_s for r in results),
             verify_s=max((c.verify_s for c in done), default=0.0),
@@ -195,28 +214,20 @@ class Transaction:
 
     def spans(self, results: Sequence[RankPublishReport]) -> dict[str, list[Span]]:
         """The timeline of every trainer rank and of every replica that began, for trace.write_trace."""
-        ranks = {f"trainer rank {rank}": result.spans for rank, result in enumerate(results)}
-        return ranks | {f"replica {r.endpoint}": r.times.spans() for r in self.replicas if r.times}
+        found = {f"trainer rank {rank}": result.spans for rank, result in enumerate(results)}
+        for replica in self.replicas:
+            if replica.begun is not None:
+                found[f"replica {replica.endpoint}"] = self._phases(replica.begun, replica.committed)
+        return found
 
-    def _commit(self, ready: Sequence[int], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
-        asked = {number: (self._publish, expected_of(number)) for number in ready}
-        timeouts_s = {number: max(MIN_COMMIT_S, self._timeout_s - self.replicas[number].spent_s) for number in ready}
-        told = time.monotonic()
-        for number, reply in self._clients.call(ReplicaVerbs.commit, asked, timeouts_s).items():
-            replica = self.replicas[number]
-            if isinstance(reply, WeightSyncError):
-                replica.error = in_words(reply)
-                continue
-            replica.committed, times = reply, replica.times
-            if times is not None:
-                times.told_s, times.verify_s, times.commit_s = told, reply.verify_s, reply.commit_s
-
-    def _abort(self, unserved: Mapping[int, str]) -> None:
-        """Tell replicas that no commit will come. They are DIRTY, whatever they answer.
-
-        A replica whose own begin or commit failed is not asked, because it knows. A replica that did not answer in time
-        is not waited for again.
-        """
-        if unserved:
-            asked = {number: (self._publish, reason) for number, reason in unserved.items()}
-            self._clients.call(ReplicaVerbs.abort, asked, dict.fromkeys(unserved, MIN_COMMIT_S))
+    def _phases(self, begun: Begun, committed: Committed | None) -> list[Span]:
+        """A replica's phases, one after the other from when it was asked: it says how long they took, not when."""
+        lasted_s = {"pause": begun.idle_s, "mark dirty": begun.mark_s}
+        if committed is not None:
+            lasted_s["writes arrive"] = self._told - self._began - begun.idle_s - begun.mark_s
+            lasted_s |= {"verify": committed.verify_s, "commit": committed.commit_s}
+        start_s, spans = self._began + time.time() - time.monotonic(), list[Span]()
+        for name, seconds in lasted_s.items():
+            spans.append(Span("phases", name, start_s, start_s + seconds))
+            start_s += seconds
+        return spans

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.weight_sync.pipeline import slot_turns
+from slipstream.weight_sync.pipeline import staging_slots
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Filter]:
             assert not record.msg.startswith("packing waits"), "nobody gives a slot back"
             return True
 
-    monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 10.0)
-    slot_turns.logger.addFilter(found := Impatience())
+    monkeypatch.setattr(staging_slots, "WAIT_LOG_S", 10.0)
+    staging_slots.logger.addFilter(found := Impatience())
     yield found
-    slot_turns.logger.removeFilter(found)
+    staging_slots.logger.removeFilter(found)

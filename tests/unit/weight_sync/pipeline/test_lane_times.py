@@ -13,7 +13,7 @@ import pytest
 from cases.pipeline_world import World
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
-from slipstream.weight_sync.pipeline import lanes, pipeline, slot_turns
+from slipstream.weight_sync.pipeline import lanes, pipeline, staging_slots
 from slipstream.weight_sync.plan.budget import NUM_SLOTS
 
 pytestmark = pytest.mark.usefixtures("impatience")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("impatience")
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
     """Let a publish measure its seconds with another clock."""
-    for module in (pipeline, lanes, slot_turns):
+    for module in (pipeline, lanes, staging_slots):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=now))
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from unittest.mock import Mock
@@ -14,17 +13,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from cases.pipeline_world import NUM_RANKS, UnclosableTransport, World, destinations, num_reads, wire_of
+from cases.pipeline_world import HASH_BYTES, NUM_RANKS, UnclosableTransport, World, destinations, num_reads, wire_of
 from cases.plan_tables import by_name
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
-from slipstream.weight_sync.changes import stream_bytes
+from slipstream.weight_sync.errors import TransferTimeout, TransportError
 from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.pipeline.landings import Landing
 from slipstream.weight_sync.pipeline.lanes import Replay
 from slipstream.weight_sync.pipeline.pipeline import Pipeline
-from slipstream.weight_sync.pipeline.slot_turns import FreeSlots
-from slipstream.weight_sync.pipeline.staging_slots import Batch, Slots
+from slipstream.weight_sync.pipeline.staging_slots import FreeSlots, Slots
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 
 pytestmark = pytest.mark.usefixtures("impatience")
@@ -92,34 +90,6 @@ def test_an_engine_rank_that_merges_is_not_written_to_where_a_load_has_no_factor
     report = world.pipeline.run(1, world.bindings(), world.budgets_s, merging={(0, 0)}).report
     assert (report.errors, written) == ({}, {world.sessions[0][1].session})
     assert report.num_bytes == sum(task.num_bytes for task in world.plan.tasks[0] if task.dest_rank == 1)
-
-
-@pytest.mark.parametrize("is_ahead", [True, False])
-def test_of_changes_only_what_changed_is_sent_and_what_takes_none_goes_whole_once_engines_have_paused(
-    is_ahead: bool,
-) -> None:
-    """The second engine rank has the sums' columns 2 to 4: one that takes no changes, one with a record, and one that
-    is as it was."""
-    dest, landing = (0, 1), Landing(4096, 0, 64)
-    batch = Batch(slice(0, 3), ([10, 20, 30],), [64, 64, 64], [0, 1, 2])
-    replay: Any = object.__new__(Replay)
-    replay._merging, replay._landings, replay._addresses = (), {dest: landing}, {dest: [100, 200, 300]}
-    replay._is_ahead, replay._prepared = is_ahead, SimpleNamespace(there={})
-    changes = SimpleNamespace(
-        was_asked=[False], takes_changes=[True, True, False, True, True], stream_of=lambda *given: (900, 2 - given[2])
-    )
-    entries = SimpleNamespace(columns=[2, 3, 4], offset=[0, 32, 0], sizes=[64, 64, 64])
-    replay._slots = SimpleNamespace(entries={dest: entries}, changes=changes)
-    replay._result = SimpleNamespace(sums=SimpleNamespace(places=SimpleNamespace(first={dest: 2})))
-    load = SimpleNamespace(number=0, packets=[None] * 3, batches={dest: batch})
-    filled: Any = SimpleNamespace(load=load, slot=0, has_streams=True)
-    *pieces, are_there = replay._pieces(filled, dest)
-    sent = [(10, 100, 64), (900, 4096, stream_bytes(64, 1))][is_ahead:]
-    assert (list(zip(*pieces)), are_there.tolist()) == (sent, [not is_ahead, True, True])
-    assert (landing.rows, changes.was_asked) == ([(1, 32, 64, 0, 1)], [True])
-    replay._prepared.there[dest] = are_there
-    *pieces, are_there = replay._pieces(filled, dest)
-    assert (list(zip(*pieces)), are_there.tolist()) == ([(10, 100, 64)][: int(is_ahead)], [is_ahead, False, False])
 
 
 @pytest.mark.parametrize(("seed", "lost"), [(0, set()), (1, set()), (2, {0}), (3, {1})])
@@ -374,3 +344,65 @@ def test_the_slot_of_a_load_that_nobody_wants_any_more_comes_back() -> None:
     replay._pack_all(slots.loads, {})
     assert world.source.num_reads == num_reads, "nor is any other load packed for them"
     world.pipeline.cancel()
+
+
+def test_staging_that_a_failed_write_may_still_read_is_not_given_back() -> None:
+    world = World(transport=UnclosableTransport)
+    world.fabric.inject(world.sessions[0][0].session, Fault(refuse=True))
+    assert set(world.run(1).report.errors) == {0}
+    (staging,) = world.transport.registered
+    for gives_back in (world.pipeline.release, lambda: world.pipeline.compile(world.plan.tasks[0])):
+        with pytest.raises(TransportError, match="still draining"):
+            gives_back()
+    assert world.transport.registered == [staging]
+    world.transport.is_stuck = False
+    world.pipeline.release()
+    assert not world.transport.registered
+
+
+def test_slots_whose_failed_writes_were_closed_at_last_are_packed_again() -> None:
+    world = World(3, HASH_BYTES + 1024, transport=UnclosableTransport)
+    loads = world.pipeline.loads
+    assert len(loads) > NUM_SLOTS
+    for replica, last in ((1, -2), (2, -1)):  # fails in the last load but one, in the last
+        before = sum((replica, 0) in destinations(packets) for packets in loads[:last])
+        world.fabric.inject(world.sessions[replica][0].session, *[Fault()] * before, Fault(refuse=True))
+    assert set(world.run(1).report.errors) == {1, 2}, "one that has every byte is not blamed for slots nobody needs"
+    assert world.transport.num_refused == NUM_SLOTS, "each is lost"
+    assert world.arrived(0, 1)
+    world.transport.is_stuck = False
+    assert world.run(2).report.errors == {}
+    assert all(world.arrived(replica, 2) for replica in range(3))
+
+
+def test_a_slot_is_packed_again_only_once_each_of_its_failed_writes_is_closed() -> None:
+    """Two replicas' writes of the first load fail, and one of them can be closed before the other."""
+    world = World(3, transport=UnclosableTransport)
+    failed = [world.sessions[replica][0].session for replica in (1, 2)]
+    for session in failed:
+        world.fabric.inject(session, Fault(refuse=True))
+    assert set(world.run(1).report.errors) == {1, 2}
+    world.transport.is_stuck = False
+    reset, fails = world.transport.reset, Mock(side_effect=TransferTimeout("still draining"))
+    for stuck in failed:
+        world.transport.reset = lambda session, stuck=stuck: fails() if session == stuck else reset(session)
+        assert "still draining" in world.run(2).report.errors[0]
+    world.transport.reset, world.transport.closed = reset, []
+    assert world.run(3).report.errors == {} and sorted(world.transport.closed) == sorted(failed)
+    assert all(world.arrived(replica, 3) for replica in range(3))
+
+
+def test_a_survey_sums_what_is_held_and_packs_no_slot_that_a_failed_write_may_read() -> None:
+    world = World(transport=UnclosableTransport)
+    whole = world.run(0).sums.table
+    world.pipeline.prepare(2)
+    world.pipeline.cancel()
+    num_ends = world.source.num_ends
+    assert (world.pipeline.survey().table == whole).all(), "what was packed before does not count"
+    assert world.source.num_ends == num_ends + 1
+    world.fabric.inject(world.sessions[0][0].session, Fault(refuse=True))
+    assert set(world.run(1).report.errors) == {0}
+    num_reads = world.source.num_reads
+    with pytest.raises(TransportError, match="still draining"):
+        world.pipeline.survey()
+    assert world.source.num_reads == num_reads

@@ -23,10 +23,10 @@ from fakes.publish import DictSource, checkpoint, engine_layout
 from slipstream.weight_sync.disk.kept_source import KeptSource
 from slipstream.weight_sync.errors import PlanError, WatermarkError
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
-from slipstream.weight_sync.pipeline import lanes, pipeline as pipeline_module, slot_turns, staging_slots
+from slipstream.weight_sync.pipeline import lanes, pipeline as pipeline_module, staging_slots
 from slipstream.weight_sync.pipeline.pipeline import Pipeline
 from slipstream.weight_sync.plan import budget
-from slipstream.weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
+from slipstream.weight_sync.plan.budget import NUM_SLOTS, SLOT_ALIGNMENT_BYTES, aligned, sums_bytes
 from slipstream.weight_sync.plan.plan import build_plan
 
 
@@ -156,16 +156,6 @@ def test_the_first_loads_have_few_packets(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(packets) for packets in world.pipeline.loads[:2]] == [1, 2]
 
 
-def test_a_destination_is_written_its_own_packets_of_a_load() -> None:
-    slots = World(2, HASH_BYTES + 1024).pipeline._slots
-    assert slots is not None
-    for load in slots.loads:
-        tasks = [(number, task) for number, packet in enumerate(load.packets) for task in packet.tasks]
-        for dest, batch in load.batches.items():
-            assert batch.packets == [number for number, task in tasks if (task.replica, task.dest_rank) == dest]
-    assert any(batch.packets[0] for load in slots.loads for batch in load.batches.values()), "not all have the first"
-
-
 @pytest.mark.parametrize(("is_marking", "has_changes"), [(False, True), (True, False), (True, True)])
 def test_room_is_left_for_changes_if_they_are_sent_and_the_source_can_mark_them(
     is_marking: bool, has_changes: bool
@@ -235,7 +225,7 @@ def test_a_publish_needs_a_plan() -> None:
 def test_seconds_of_packing_are_those_of_the_first_loads_and_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read takes a second of a clock that nothing else moves."""
     world, clock = World(), SimpleNamespace(now=50.0)
-    for module in (pipeline_module, lanes, slot_turns):
+    for module in (pipeline_module, lanes, staging_slots):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def second(_: str) -> None:
@@ -256,6 +246,8 @@ def test_what_was_prepared_and_is_not_run_ends_once() -> None:
     with pytest.raises(PlanError, match="without prepare"):
         world.pipeline.run(1, world.bindings(), world.budgets_s)
     world.pipeline.prepare(2)
+    with pytest.raises(PlanError, match="without prepare"):
+        world.pipeline.run(3, world.bindings(), world.budgets_s)
     world.pipeline.close()
     assert world.source.num_ends == 2
 
@@ -356,15 +348,6 @@ def test_one_load_a_slot_is_packed_before_it_is_known_who_receives_it() -> None:
     assert world.arrived(0, 2)
 
 
-def test_a_run_follows_its_own_prepare() -> None:
-    world = World()
-    with pytest.raises(PlanError, match="without prepare"):
-        world.pipeline.run(1, world.bindings(), world.budgets_s)
-    world.pipeline.prepare(1)
-    with pytest.raises(PlanError, match="without prepare"):
-        world.pipeline.run(2, world.bindings(), world.budgets_s)
-
-
 def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
     world = World()
     callbacks = list(gc.callbacks)
@@ -384,3 +367,17 @@ def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
     assert all(packed[span.name] <= span.start_s <= span.stop_s for span in writes)
     assert gc.callbacks == callbacks, "a trace leaves nothing behind"
     assert world.run(2).report.spans == []
+
+
+@pytest.mark.parametrize("watermark_bytes", [SMALL_WATERMARK, HASH_BYTES + 1024])
+def test_packets_begin_at_aligned_places_and_share_no_byte_and_fit_their_slot(watermark_bytes: int) -> None:
+    pipeline = World(watermark_bytes=watermark_bytes).pipeline
+    assert pipeline._slots is not None
+    slot_bytes = pipeline._slots.num_bytes // NUM_SLOTS
+    sizes = {packet.tasks[0].num_bytes for packets in pipeline.loads for packet in packets[:-1]}
+    assert any(size % SLOT_ALIGNMENT_BYTES for size in sizes), "one behind which a place is left"
+    for packets in pipeline.loads:
+        starts = [packet.offset_bytes for packet in packets]
+        stops = [packet.offset_bytes + packet.tasks[0].num_bytes for packet in packets]
+        assert not any(start % SLOT_ALIGNMENT_BYTES for start in starts)
+        assert all(stop <= start for stop, start in zip(stops, [*starts[1:], slot_bytes], strict=True))

@@ -3,24 +3,22 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-from cases.pipeline_world import World
 
 from slipstream.weight_sync.errors import TransferTimeout, TransportError
-from slipstream.weight_sync.pipeline import slot_turns
-from slipstream.weight_sync.pipeline.slot_turns import FreeSlots, OnItsWay, SharedLock
-from slipstream.weight_sync.pipeline.staging_slots import Filled
+from slipstream.weight_sync.pipeline import staging_slots
+from slipstream.weight_sync.pipeline.staging_slots import Filled, FreeSlots, SharedLock
 from slipstream.weight_sync.plan.budget import NUM_SLOTS
 
 
 def test_a_load_is_over_when_its_last_lane_and_not_when_its_first_has_written() -> None:
-    load = OnItsWay(Filled(0, World().pipeline._slots.loads[0], None), 3)
-    assert [load.part_is_over() for _ in range(3)] == [False, False, True]
-    assert load.wait_until_packed() == 0.0
+    filled: Any = Filled(0, None, None, num_lanes=3)  # type: ignore[arg-type]
+    assert [filled.part_is_over() for _ in range(3)] == [False, False, True]
+    assert filled.wait_until_packed() == 0.0
 
 
 def test_free_slots_say_what_they_wait_for_and_end() -> None:
@@ -62,7 +60,7 @@ def test_a_slot_is_quarantined_with_every_session_that_may_still_read_it() -> No
 
 def test_the_door_counts_the_seconds_in_which_anybody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=10.0)
-    monkeypatch.setattr(slot_turns, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(staging_slots, "time", SimpleNamespace(monotonic=lambda: clock.now))
     lock = SharedLock()
     with lock.writing():
         clock.now += 1
@@ -80,7 +78,7 @@ def test_the_door_counts_the_seconds_in_which_anybody_writes(monkeypatch: pytest
 
 def test_waits_say_how_long_they_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """For a slot, and for the end of the writes under way; each goes on when there is something."""
-    monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 0.01)
+    monkeypatch.setattr(staging_slots, "WAIT_LOG_S", 0.01)
     free, lock = FreeSlots({}), SharedLock()
 
     def said(num_times: int) -> None:
@@ -114,37 +112,12 @@ def test_waits_say_how_long_they_last(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert not closer.is_alive() and "1 still running" in caplog.text
 
 
-def test_closing_waits_for_every_write_under_way() -> None:
-    lock, closed = SharedLock(), threading.Event()
-
-    def close() -> None:
-        with lock.alone():
-            closed.set()
-
-    with lock.writing():
-        with lock.writing():
-            closer = threading.Thread(target=close, daemon=True)
-            closer.start()
-        assert not closed.wait(timeout=0.1)
-    assert closed.wait(timeout=20)
-    closer.join()
-    with lock.writing():
-        pass
-
-
 def test_a_slot_whose_failed_write_is_being_closed_is_not_lost() -> None:
     """One slot is lost, and its last lane ends while a failed write from the other one is being closed."""
     free = FreeSlots({0: ["lost"]})
     free.close_failed(1, "session", lambda _: free.give_back(0))
     free.give_back(1)
     assert free.take({}) == 1
-
-
-def test_every_write_that_could_not_be_closed_is_remembered() -> None:
-    lost: dict[int, list[str]] = {}
-    for session in "ab":
-        FreeSlots(lost).close_failed(1, session, mock.Mock(side_effect=TransferTimeout("still draining")))
-    assert lost == {1: ["a", "b"]}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +131,7 @@ def test_every_write_that_could_not_be_closed_is_remembered() -> None:
 def test_whoever_closes_a_failed_write_is_alone_and_the_next_one_enters_at_once(
     hold: Callable[[SharedLock], Any], enter: Callable[[SharedLock], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 3600.0)
+    monkeypatch.setattr(staging_slots, "WAIT_LOG_S", 3600.0)
     lock, has_entered = SharedLock(), threading.Event()
 
     def work() -> None:
@@ -167,7 +140,8 @@ def test_whoever_closes_a_failed_write_is_alone_and_the_next_one_enters_at_once(
 
     other = threading.Thread(target=work, daemon=True)
     with hold(lock):
-        other.start()
+        with hold(lock) if hold is SharedLock.writing else nullcontext():  # of two writes one ends before the other
+            other.start()
         assert not has_entered.wait(timeout=0.2)
     assert has_entered.wait(timeout=60)
     other.join()

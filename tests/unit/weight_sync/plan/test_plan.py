@@ -2,7 +2,6 @@
 themselves."""
 
 import dataclasses
-import itertools
 
 import msgpack
 import numpy as np
@@ -13,13 +12,12 @@ from cases.layouts import (
     engine_rank,
     filled_by_loads,
     filled_by_tasks,
-    rows,
     shard_rows,
     systems,
     tiny_checkpoint,
 )
 from cases.plan_tables import table_of
-from cases.plans import PROPERTY, all_tasks, small_system
+from cases.plans import PROPERTY, all_tasks, copied, small_system
 from hypothesis import given, strategies as st
 
 from slipstream.weight_sync.errors import PlanError
@@ -104,27 +102,16 @@ def test_a_block_of_local_experts_is_one_write():
 
 
 def test_a_row_longer_than_the_bound_is_cut_inside():
-    meta = TensorMeta("t", (3, 10), "bfloat16")
-    whole = Region((0, 0), (3, 10))
-    layout = DestLayout(0, (Param("p", (3, 10), "bfloat16"),), (Load("t", whole, (0, 1), "p", 0, (10, 1)),))
-    plan = build_plan([SourceLayout(0, (meta,), (SourceShard("t", whole),))], [[layout]], max_task_bytes=12)
+    sources, layout = copied({"t": (3, 10)}, dtype="bfloat16")
+    plan = build_plan(sources, [[layout]], max_task_bytes=12)
     # rows of 20 bytes, bound 12: every row is 6 + 4 elements
     assert [task.num_bytes for task in plan.tasks[0]] == [12, 8] * 3
 
 
 def test_a_scalar_and_a_dim_of_size_one_cross():
-    tensors = (TensorMeta("scale", (), "float32"), TensorMeta("thin", (1, 4, 1), "float32"))
-    source = SourceLayout(
-        0, tensors, (SourceShard("scale", Region((), ())), SourceShard("thin", Region((0, 0, 0), (1, 4, 1))))
-    )
-    layout = DestLayout(
-        0,
-        (Param("scale", (), "float32"), Param("thin", (4,), "float32")),
-        (
-            Load("scale", Region((), ()), (), "scale", 0, ()),
-            Load("thin", Region((0, 0, 0), (1, 4, 1)), (0, 1, 2), "thin", 0, (4, 1, 1)),
-        ),
-    )
+    (source,), layout = copied({"scale": (), "thin": (1, 4, 1)})
+    scale, thin = layout.params
+    layout = dataclasses.replace(layout, params=(scale, dataclasses.replace(thin, shape=(4,))))
     plan = build_plan([source], [[layout]], max_task_bytes=1 << 20)
     assert sorted(task.num_bytes for task in plan.tasks[0]) == [4, 16]
     regions = {piece.tensor: piece.region for task in plan.tasks[0] for piece in task.pieces}
@@ -133,20 +120,14 @@ def test_a_scalar_and_a_dim_of_size_one_cross():
 
 
 def test_an_engine_rank_that_derives_all_its_parameters_is_sent_nothing():
-    meta, whole = TensorMeta("t", (4,), "float32"), Region((0,), (4,))
     layout = DestLayout(0, (Param("d", (4,), "float32", PostLoad.derived),), ())
-    plan = build_plan([SourceLayout(0, (meta,), (SourceShard("t", whole),))], [[layout]], max_task_bytes=64)
+    plan = build_plan(copied({"t": (4,)})[0], [[layout]], max_task_bytes=64)
     assert (plan.summary().num_tasks, plan.expected) == (0, {(0, 0): {}})
 
 
 def test_sources_may_hold_tensors_of_different_numbers_of_dims():
     shapes = {"scalar": (), "row": (4,), "square": (2, 2)}
-    metas = tuple(TensorMeta(name, shape, "float32") for name, shape in shapes.items())
-    whole = {name: Region((0,) * len(shape), shape) for name, shape in shapes.items()}
-    sources = [SourceLayout(rank, metas, (SourceShard(name, whole[name]),)) for rank, name in enumerate(shapes)]
-    strides = {"scalar": (), "row": (1,), "square": (2, 1)}
-    loads = tuple(Load(name, whole[name], tuple(range(len(of))), name, 0, strides[name]) for name, of in shapes.items())
-    layout = DestLayout(0, tuple(Param(name, shape, "float32") for name, shape in shapes.items()), loads)
+    sources, layout = copied(shapes, [[name] for name in shapes])
     plan = build_plan(sources, [[layout]], max_task_bytes=1 << 20)
     assert [task.num_bytes for rank in range(3) for task in plan.tasks[rank]] == [4, 16, 16]
     apart = {rank: table_of(rank, list(tasks)) for rank, tasks in plan.tasks.items()}
@@ -156,11 +137,10 @@ def test_sources_may_hold_tensors_of_different_numbers_of_dims():
 
 def test_a_parameter_of_dense_and_of_expert_tensors_is_sent_in_both_groups():
     """Neighbours in memory, of the same source."""
-    names, whole = ("layers.0.mlp.experts.0.w", "layers.0.mlp.shared.w"), Region((0, 0), (2, 4))
-    metas = tuple(TensorMeta(name, (2, 4), "float32") for name in names)
-    source = SourceLayout(0, metas, tuple(SourceShard(name, whole) for name in names))
-    loads = tuple(Load(name, whole, (0, 1), "p", 8 * number, (4, 1)) for number, name in enumerate(names))
-    plan = build_plan([source], [[DestLayout(0, (Param("p", (4, 4), "float32"),), loads)]], max_task_bytes=1 << 20)
+    names = ("layers.0.mlp.experts.0.w", "layers.0.mlp.shared.w")
+    sources, layout = copied(dict.fromkeys(names, (2, 4)))
+    loads = tuple(dataclasses.replace(load, param="p", offset=8 * n) for n, load in enumerate(layout.loads))
+    plan = build_plan(sources, [[DestLayout(0, (Param("p", (4, 4), "float32"),), loads)]], max_task_bytes=1 << 20)
     assert [(task.mesh_group, task.dest_offset_bytes) for task in plan.tasks[0]] == [("dense", 32), ("experts", 0)]
 
 
@@ -224,8 +204,3 @@ def test_a_rank_does_not_take_another_rank_s_tasks_of_the_same_plan(field):
     plan = build_plan(*small_system(), max_task_bytes=1 << 20)
     with pytest.raises(PlanError, match="differ"):
         rank_tasks_from_wire(plan.to_wire(0) | {field: plan.to_wire(1)[field]})
-
-
-def test_rows_helper_is_row_major():
-    for shape in itertools.product((1, 2, 3), repeat=3):
-        assert rows(shape) == tuple(s // 8 for s in np.empty(shape, dtype=np.int64).strides)

@@ -6,6 +6,7 @@ import pytest
 from cases.joined_plan import Joined, is_refused
 from cases.layouts import systems
 from cases.plan_tables import table_of
+from cases.plans import copied
 from hypothesis import HealthCheck, given, settings, strategies as st
 from oracles.scalar_proof import prove_by_element
 
@@ -18,7 +19,6 @@ from slipstream.weight_sync.layout import (
     Region,
     SourceLayout,
     SourceShard,
-    TensorMeta,
 )
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.proof import prove_coverage
@@ -149,8 +149,8 @@ def test_both_proofs_come_to_one_verdict_where_something_was_broken(kind, system
 
 @pytest.mark.parametrize("change", [{"num_bytes": 0, "pieces": ()}, {"num_bytes": 0}])
 def test_both_proofs_refuse_a_task_without_bytes(change):
-    whole = Region((0,), (4,))
-    sources, replicas = _one_vector(whole)
+    sources, layout = copied({"p": (4,)})
+    replicas = [[layout]]
     plan = build_plan(sources, replicas, max_task_bytes=64)
     (task,) = plan.tasks[0]
     empty = dataclasses.replace(task, **change)
@@ -160,7 +160,7 @@ def test_both_proofs_refuse_a_task_without_bytes(change):
 
 
 def test_both_proofs_refuse_any_task_for_an_engine_rank_that_loads_nothing():
-    sources, ((layout,),) = _one_vector(Region((0,), (4,)))
+    sources, layout = copied({"p": (4,)})
     filled = dataclasses.replace(layout, loads=(), fills=(Fill("p", 0, 4),))
     plan = build_plan(sources, [[layout]], max_task_bytes=64)
     (task,) = plan.tasks[0]
@@ -168,12 +168,6 @@ def test_both_proofs_refuse_any_task_for_an_engine_rank_that_loads_nothing():
         given = dataclasses.replace(plan, tasks={0: table_of(0, tasks)}, expected={(0, 0): {"p": 0}})
         for prove in (prove_coverage, prove_by_element):
             assert bool(is_refused(prove, given, [[filled]], sources)) == bool(tasks), (prove, tasks)
-
-
-def _one_vector(whole: Region):
-    source = SourceLayout(0, (TensorMeta("t", whole.shape, "float32"),), (SourceShard("t", whole),))
-    load = Load("t", whole, (0,), "p", 0, (1,))
-    return (source,), ((DestLayout(0, (Param("p", whole.shape, "float32"),), (load,)),),)
 
 
 def rows_of(*rows: int) -> list[Piece]:
@@ -206,6 +200,12 @@ def rows_of(*rows: int) -> list[Piece]:
                            rows_of(0, 1)[1])], "no load puts t start [0] shape [1]"),
         (lambda j: [j.task("p", Piece("t", Region((0, 0, 0), (1, 4, 1)), (0, 1, 2), 0), rows_of(0, 1)[1])],
          "no load puts t start [0, 0, 0]"),
+        # its second row is another load's; of it the second row alone is a load's
+        (lambda j: [j.task("p", Piece("t", Region((0, 0), (2, 4)), (0, 1), 0))],
+         "no load puts t start [0, 0] shape [2, 4]"),
+        (lambda j: [j.task("p", *rows_of(0), num_bytes=16),
+                    j.task("p", Piece("u", Region((0, 0), (1, 4)), (0, 1), 0), at=16, num_bytes=16)],
+         "no load puts u start [0, 0]"),
         (lambda j: [j.task("r", *rows_of(0, 1))], "tasks write parameters that it does not have: r"),
         (lambda j: [dataclasses.replace(j.task("p", *rows_of(0, 1)), replica=1)], "goes to replica 1 rank 0, unknown"),
         (lambda j: [dataclasses.replace(j.task("p", *rows_of(0, 1)), dest_rank=1)], "replica 0 rank 1, unknown"),
@@ -220,24 +220,21 @@ def test_each_thing_that_is_wrong_with_a_task_is_named(first, message: str) -> N
 
 
 def test_dense_tensors_are_sent_as_dense_and_experts_as_experts() -> None:
-    names, whole = ("layers.0.mlp.experts.0.w", "layers.0.mlp.shared.w"), Region((0,), (4,))
-    metas = tuple(TensorMeta(name, (4,), "float32") for name in names)
-    source = SourceLayout(0, metas, tuple(SourceShard(name, whole) for name in names))
-    loads = tuple(Load(name, whole, (0,), name, 0, (1,)) for name in names)
-    layouts = [[DestLayout(0, tuple(Param(name, (4,), "float32") for name in names), loads)]]
-    plan = build_plan([source], layouts, max_task_bytes=64)
+    sources, layout = copied(dict.fromkeys(("layers.0.mlp.experts.0.w", "layers.0.mlp.shared.w"), (4,)))
+    layouts = [[layout]]
+    plan = build_plan(sources, layouts, max_task_bytes=64)
     for number, task in enumerate(plan.tasks[0]):
         tasks = list(plan.tasks[0])
         (other,) = set(MESH_GROUPS) - {task.mesh_group}
         tasks[number] = dataclasses.replace(task, mesh_group=other)
         wrong = dataclasses.replace(plan, tasks={0: table_of(0, tasks)})
-        assert f"{task.param} is sent in mesh group {other}" in is_refused(prove_coverage, wrong, layouts, [source])
-        assert is_refused(prove_by_element, wrong, layouts, [source])
+        assert f"{task.param} is sent in mesh group {other}" in is_refused(prove_coverage, wrong, layouts, sources)
+        assert is_refused(prove_by_element, wrong, layouts, sources)
 
 
 def test_a_derived_parameter_may_have_fills_and_no_task_and_whose_task_it_is_is_said() -> None:
     """The first source's row is for two replicas, the second's for one of them."""
-    (source,), ((layout,),) = _one_vector(Region((0,), (4,)))
+    (source,), layout = copied({"p": (4,)})
     sources = (source, dataclasses.replace(source, rank=1, shards=()))
     derived = Param("d", (4,), "float32", PostLoad.derived)
     filled = Param("e", (2,), "float32")
@@ -314,3 +311,47 @@ def test_bytes_that_are_expected_but_not_needed_are_refused(change: int) -> None
     assert said.startswith("replica 0 rank 0: the expected bytes per parameter differ")
     plan = dataclasses.replace(joined.plan, expected={})
     assert is_refused(prove_coverage, plan, [[joined.layout]], joined.sources)
+
+
+@pytest.mark.parametrize(("stride", "axes"), [((3, 1), (0, 1)), ((2, 1), (1, 0))])
+def test_a_piece_that_is_walked_in_another_order_than_its_elements_lie_in_is_refused(stride, axes) -> None:
+    """A matrix, and one whose load turns it: the piece is right but for its order, whatever order the load names."""
+    sources, layout = copied({"t": (2, 3)})
+    layout = dataclasses.replace(layout, loads=(dataclasses.replace(layout.loads[0], axes=axes, stride=stride),))
+    plan = build_plan(sources, [[layout]], max_task_bytes=64)
+    (task,) = plan.tasks[0]
+    for order in ((0, 1), (1, 0)):
+        turned = dataclasses.replace(task, pieces=(Piece("t", Region((0, 0), (2, 3)), order, 0),))
+        wrong = dataclasses.replace(plan, tasks={0: table_of(0, [turned])})
+        for prove in (prove_coverage, prove_by_element):
+            assert (is_refused(prove, wrong, [[layout]], sources) == "") == (order == axes), (prove, order)
+
+
+def test_a_piece_whose_rows_do_not_lie_one_after_the_other_is_refused() -> None:
+    """Two matrices side by side. The first is written as if its second row followed its first, where the other's is."""
+    whole, (upper, lower) = Region((0, 0), (2, 2)), (Region((row, 0), (1, 2)) for row in range(2))
+    sources, _ = copied(dict.fromkeys("tu", (2, 2)))
+    loads = tuple(Load(name, whole, (0, 1), "p", offset, (4, 1)) for name, offset in (("t", 0), ("u", 2)))
+    layout = DestLayout(0, (Param("p", (2, 4), "float32"),), loads)
+    plan = build_plan(sources, [[layout]], max_task_bytes=64)
+    task = next(iter(plan.tasks[0]))
+    rows = [Piece("t", lower, (0, 1), 4), Piece("u", lower, (0, 1), 6)]
+    for first, is_right in (
+        ([Piece("t", upper, (0, 1), 0), Piece("u", upper, (0, 1), 2)], True),
+        ([Piece("t", whole, (0, 1), 0)], False),
+    ):
+        given = dataclasses.replace(task, pieces=(*first, *rows), dest_offset_bytes=0, num_bytes=32)
+        given = dataclasses.replace(plan, tasks={0: table_of(0, [given])})
+        for prove in (prove_coverage, prove_by_element):
+            assert (is_refused(prove, given, [[layout]], sources) == "") == is_right, prove
+
+
+@pytest.mark.parametrize(("param", "tensor"), [("t", "u"), ("u", "t")])
+def test_a_piece_of_a_tensor_that_another_parameter_loads_in_the_same_way_is_refused(param: str, tensor: str) -> None:
+    sources, layout = copied(dict.fromkeys("tu", (2, 3)))
+    plan = build_plan(sources, [[layout]], max_task_bytes=64)
+    piece = Piece(tensor, Region((0, 0), (2, 3)), (0, 1), 0)
+    tasks = [dataclasses.replace(one, pieces=(piece,)) if one.param == param else one for one in plan.tasks[0]]
+    wrong = dataclasses.replace(plan, tasks={0: table_of(0, tasks)})
+    assert f"no load puts {tensor}" in is_refused(prove_coverage, wrong, [[layout]], sources)
+    assert "no load puts" in is_refused(prove_by_element, wrong, [[layout]], sources)

@@ -4,19 +4,10 @@ import dataclasses
 import itertools
 from collections import Counter
 
-from cases.plans import PROPERTY, all_tasks, small_system
+from cases.plans import PROPERTY, all_tasks, copied, small_system
 from hypothesis import given, strategies as st
 
-from slipstream.weight_sync.layout import (
-    DestLayout,
-    Load,
-    Param,
-    PostLoad,
-    Region,
-    SourceLayout,
-    SourceShard,
-    TensorMeta,
-)
+from slipstream.weight_sync.layout import DestLayout, Param, PostLoad
 from slipstream.weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
 from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES
 from slipstream.weight_sync.plan.transfer_plan import MESH_GROUPS, TransferPlan, rank_tasks_from_wire
@@ -30,15 +21,8 @@ from slipstream.weight_sync.plan.transfer_plan import MESH_GROUPS, TransferPlan,
     megabytes=st.integers(1, 4),
 )
 def test_replicated_tensors_are_shared_out_evenly(num_sources, num_tensors, num_replicas, megabytes):
-    # rows of 1 KiB
-    tensors = tuple(TensorMeta(f"t{i}", (megabytes * 1024, 512), "bfloat16") for i in range(num_tensors))
-    whole = Region((0, 0), tensors[0].shape)
-    sources = [SourceLayout(r, tensors, tuple(SourceShard(t.name, whole) for t in tensors)) for r in range(num_sources)]
-    layout = DestLayout(
-        0,
-        tuple(Param(t.name, t.shape, "bfloat16") for t in tensors),
-        tuple(Load(t.name, whole, (0, 1), t.name, 0, (512, 1)) for t in tensors),
-    )
+    shapes = {f"t{i}": (megabytes * 1024, 512) for i in range(num_tensors)}  # rows of 1 KiB
+    sources, layout = copied(shapes, [shapes] * num_sources, "bfloat16")
     plan = build_plan(sources, [[layout]] * num_replicas, max_task_bytes=1 << 30)
     sent = plan.summary().sent_bytes.values()
     # Greedy list scheduling: the fullest source got its last task when it was the emptiest.
@@ -46,14 +30,10 @@ def test_replicated_tensors_are_shared_out_evenly(num_sources, num_tensors, num_
     assert max(sent) - min(sent) <= plan.summary().largest_task_bytes <= largest
 
 
-def shared_system(names: list[str], num_sources: int = 2, elements: int = 4):
-    """Sources that hold all tensors alike, and one engine rank whose parameters they are."""
-    whole = Region((0,), (elements,))
-    metas = tuple(TensorMeta(name, (elements,), "float32") for name in names)
-    shards = tuple(SourceShard(name, whole) for name in names)
-    params = tuple(Param(name, (elements,), "float32") for name in names)
-    loads = tuple(Load(name, whole, (0,), name, 0, (1,)) for name in names)
-    return [SourceLayout(rank, metas, shards) for rank in range(num_sources)], [[DestLayout(0, params, loads)]]
+def shared_system(names: list[str], elements: int = 4):
+    """Two sources that hold all tensors alike, and one engine rank whose parameters they are."""
+    sources, layout = copied(dict.fromkeys(names, (elements,)), [names] * 2)
+    return sources, [[layout]]
 
 
 def senders(plan: TransferPlan) -> dict[str, set[int]]:
@@ -91,12 +71,8 @@ def test_small_tensors_of_a_layer_that_the_same_sources_hold_come_from_one_of_th
 def test_the_largest_is_given_away_first_and_to_who_has_least():
     """Bytes that only one can send count before: rank 0 alone holds `own`, as large as two of the others."""
     sizes = {"own": 4, "x": 1, "model.layers.0.y": 1, "model.layers.1.z": 3}
-    metas = tuple(TensorMeta(name, (size << 20,), "float32") for name, size in sizes.items())
-    shards = [SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas]
-    sources = [SourceLayout(0, metas, tuple(shards)), SourceLayout(1, metas, tuple(shards[1:]))]
-    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
-    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
-    plan = build_plan(sources, [[DestLayout(0, params, loads)]], max_task_bytes=1 << 26)
+    sources, layout = copied({name: (size << 20,) for name, size in sizes.items()}, [sizes, sizes.keys() - {"own"}])
+    plan = build_plan(sources, [[layout]], max_task_bytes=1 << 26)
     num_bytes = {rank: sum(task.num_bytes for task in tasks) for rank, tasks in plan.tasks.items()}
     assert num_bytes[0] + num_bytes[1] == 4 * (9 << 20)
     assert abs(num_bytes[0] - num_bytes[1]) <= MIN_SHARED_BYTES, "even"
@@ -105,12 +81,8 @@ def test_the_largest_is_given_away_first_and_to_who_has_least():
 
 def test_bytes_that_one_source_must_send_count_once_for_every_replica():
     """Rank 0 sends 2 MiB to each of three replicas, so rank 1 sends the other 2 MiB to all of them."""
-    metas = tuple(TensorMeta(name, (1 << 19,), "float32") for name in ("own", "all"))
-    own, everybodys = (SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas)
-    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
-    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
-    sources = [SourceLayout(0, metas, (own, everybodys)), SourceLayout(1, metas, (everybodys,))]
-    plan = build_plan(sources, [[DestLayout(0, params, loads)]] * 3, max_task_bytes=1 << 26)
+    sources, layout = copied(dict.fromkeys(("own", "all"), (1 << 19,)), [("own", "all"), ("all",)])
+    plan = build_plan(sources, [[layout]] * 3, max_task_bytes=1 << 26)
     assert senders(plan) == {"own": {0}, "all": {1}}
 
 
@@ -130,21 +102,16 @@ def test_what_two_sources_send_to_a_replica_each_stays_with_both():
 def test_each_of_overlapping_sets_of_holders_gives_to_who_has_least_by_then():
     """The largest first, whichever layer it is of; a layer each, so that each is a choice of its own."""
     sets = [(0, 1, 2), (0, 1), (1, 2), (0, 2), (1, 2, 3), (0, 3)]
-    metas = tuple(TensorMeta(f"model.layers.{i}.a.weight", (1000 - (7 * i % 30) ** 2,), "float32") for i in range(30))
-    held_by = {meta.name: sets[i * i % 7 % 6] for i, meta in enumerate(metas)}
-    whole = {meta.name: Region((0,), meta.shape) for meta in metas}
-    sources = [
-        SourceLayout(rank, metas, tuple(SourceShard(name, whole[name]) for name in whole if rank in held_by[name]))
-        for rank in range(4)
-    ]
-    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
-    loads = tuple(Load(name, whole[name], (0,), name, 0, (1,)) for name in whole)
-    plan = build_plan(sources, [[DestLayout(0, params, loads)]], max_task_bytes=1 << 20)
+    sizes = {f"model.layers.{i}.a.weight": 1000 - (7 * i % 30) ** 2 for i in range(30)}
+    held_by = {name: sets[i * i % 7 % 6] for i, name in enumerate(sizes)}
+    held = [[name for name in sizes if rank in held_by[name]] for rank in range(4)]
+    sources, layout = copied({name: (size,) for name, size in sizes.items()}, held)
+    plan = build_plan(sources, [[layout]], max_task_bytes=1 << 20)
     sent, wanted = [0] * 4, {}
-    for meta in sorted(metas, key=lambda meta: -meta.shape[0]):
-        least = min(held_by[meta.name], key=lambda rank: (sent[rank], rank))
-        sent[least] += meta.shape[0]
-        wanted[meta.name] = {least}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = min(held_by[name], key=lambda rank: (sent[rank], rank))
+        sent[least] += sizes[name]
+        wanted[name] = {least}
     assert senders(plan) == wanted
 
 
@@ -174,11 +141,8 @@ def test_like_chunks_of_all_destinations_follow_each_other():
         assert max(by_rank.values()) - min(by_rank.values()) <= 1, "half of a schedule is half of every rank's"
     assert num_turns
 
-    metas = tuple(TensorMeta(name, (4,), "float32") for name in ("a", "b", "c"))
-    source = SourceLayout(0, metas, tuple(SourceShard(meta.name, Region((0,), (4,))) for meta in metas))
-    loads = tuple(Load(meta.name, Region((0,), (4,)), (0,), meta.name, 0, (1,)) for meta in metas)
-    params = tuple(Param(meta.name, (4,), "float32") for meta in metas)
-    plan = build_plan([source], [[DestLayout(rank, params, loads) for rank in range(2)]], max_task_bytes=1 << 20)
+    sources, layout = copied(dict.fromkeys("abc", (4,)))
+    plan = build_plan(sources, [[dataclasses.replace(layout, rank=rank) for rank in range(2)]], max_task_bytes=1 << 20)
     order = [(task.param, task.dest_rank) for task in plan.tasks[0]]
     assert order == [(name, rank) for name in "abc" for rank in range(2)], "also where every offset is 0"
 
@@ -191,14 +155,11 @@ def test_sources_begin_with_different_destinations():
     assert [[task.dest_rank for task in tasks] for tasks in by_columns] == [[0, 1], [1, 0]] * 2
 
 
-def own_tensors(sizes: list[int], num_dests: int, num_replicas: int = 1):
+def own_tensors(sizes: list[int], num_dests: int):
     """Source r alone holds tensor r, of so many elements; every engine rank needs them all."""
-    metas = tuple(TensorMeta(f"own{rank}", (size,), "float32") for rank, size in enumerate(sizes))
-    shards = [SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas]
-    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
-    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
-    sources = [SourceLayout(rank, metas, (shard,)) for rank, shard in enumerate(shards)]
-    return sources, [[DestLayout(rank, params, loads) for rank in range(num_dests)]] * num_replicas
+    shapes = {f"own{rank}": (size,) for rank, size in enumerate(sizes)}
+    sources, layout = copied(shapes, [[name] for name in shapes])
+    return sources, [[dataclasses.replace(layout, rank=rank) for rank in range(num_dests)]]
 
 
 def test_a_source_goes_through_the_destinations_from_its_own_on():
@@ -215,20 +176,14 @@ def test_sources_begin_with_different_replicas_once_each_destination_has_one():
 
 def test_a_source_goes_through_the_replicas_from_its_own_first_one_also_with_what_others_hold():
     """Ranks 0 and 2 have so much of their own that rank 1 sends what all hold, to one replica after the other."""
-    metas = tuple(TensorMeta(name, (size,), "float32") for name, size in (("own0", 64), ("all", 4), ("own2", 64)))
-    own0, everybodys, own2 = (SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas)
-    held = [(own0, everybodys), (everybodys,), (everybodys, own2)]
-    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
-    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
-    sources = [SourceLayout(rank, metas, shards) for rank, shards in enumerate(held)]
-    plan = build_plan(sources, [[DestLayout(0, params, loads)]] * 3, max_task_bytes=1 << 20)
+    held = [("own0", "all"), ("all",), ("all", "own2")]
+    sources, layout = copied({"own0": (64,), "all": (4,), "own2": (64,)}, held)
+    plan = build_plan(sources, [[layout]] * 3, max_task_bytes=1 << 20)
     order = {rank: [task.replica for task in tasks] for rank, tasks in plan.tasks.items()}
     assert order == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}
     assert [table.num_rows for table in plan.tasks.values()] == [1, 1, 1], "packed once for all of them"
-    layout = DestLayout(0, params, loads)
-    plan = build_plan(
-        sources, [[layout], [layout], [dataclasses.replace(layout, params=params[::-1])]], max_task_bytes=1 << 20
-    )
+    turned = dataclasses.replace(layout, params=layout.params[::-1])
+    plan = build_plan(sources, [[layout], [layout], [turned]], max_task_bytes=1 << 20)
     assert [table.num_rows for table in plan.tasks.values()] == [2, 2, 2], "also where another one's turn is between"
 
 

@@ -209,18 +209,8 @@ def test_what_changed_and_what_was_compared_are_counted_in_elements_of_what_may_
 
 def test_rounds_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:
     """Three replicas: the first round has the second, the second round the others."""
-    summed = (
-        "begin_s",
-        "idle_s",
-        "mark_s",
-        "prepare_s",
-        "write_s",
-        "verify_s",
-        "commit_s",
-        "total_s",
-        "num_bytes",
-        "num_takers",
-    )
+    phases = ("begin", "idle", "mark", "prepare", "write", "verify", "commit", "total")
+    summed = (*(f"{phase}_s" for phase in phases), "num_bytes", "num_takers")
 
     def replicas(wave: str) -> tuple[ReplicaReport, ...]:
         return tuple(ReplicaReport(f"{wave} {number}", True) for number in range(3))

@@ -61,7 +61,10 @@ def test_every_rank_writes_its_part_and_the_sums_of_all_are_what_is_proven(make)
         report = world.publish(version)
         assert committed(report) == [True, True]
         assert [engine.wrong_params(version) for engine in world.engines] == [[], []]
-    assert report.num_bytes == 2 * 2 * NUM_BYTES
+        states = [endpoint.endpoint.state for endpoint in world.endpoints]
+        assert [(state.is_serving, state.version) for state in states] == [(True, version)] * 2
+    assert report.num_bytes == 2 * 2 * NUM_BYTES and report.pause_s > 0
+    assert 0 < report.peak_bytes <= report.watermark_bytes == 1 << 16
     assert report.num_changed_params == 2 * 2 * 5
     assert world.room.calls.count("add_up") == 2
 
@@ -177,7 +180,7 @@ def test_what_fails_on_rank_0_alone_is_raised_on_every_rank_and_leaves_nothing_b
 def test_a_replica_started_again_is_met_by_rank_0_and_known_to_all(make) -> None:
     world = make()
     world.publish(0)
-    old = world.sessions(0)
+    old, gone = world.sessions(0), world.engines[0]
     world.endpoints[0].close()
     for version in (1, 2):
         failed = world.publish(version)
@@ -191,6 +194,7 @@ def test_a_replica_started_again_is_met_by_rank_0_and_known_to_all(make) -> None
     report = world.publish(3)
     assert committed(report) == [True, True] and report.epoch == failed.epoch + 1
     assert [engine.wrong_params(3) for engine in world.engines] == [[], []]
+    assert gone.wrong_params(0) == [], "nothing is written to where it was, which is still mapped"
     assert report.num_changed_params == 2 * 5, "what the old process held is no measure for the new one"
     assert report.replicas[0].endpoint == world.addresses[0]
     world.endpoints[0].close()
@@ -286,21 +290,6 @@ def test_nothing_of_a_publisher_is_left_at_its_end(make) -> None:
     assert not any(name.startswith("weight-sync-") for name in left), left
 
 
-def test_a_plan_is_kept_for_the_same_layouts_and_made_anew_for_others(make) -> None:
-    world = make()
-    world.room.calls.clear()
-    world.connect()
-    assert "deal" not in world.room.calls
-    world.publish(0)
-    first = world.engines.pop()
-    world.endpoints.pop().close()
-    world.connect()
-    assert "deal" in world.room.calls
-    report = world.publish(1)
-    assert committed(report) == [True] and report.num_changed_params is None
-    assert first.wrong_params(0) == []
-
-
 def test_no_task_is_longer_than_the_rank_with_the_least_room_allows(make) -> None:
     world = make()
     world.sources[1].temporary_bytes = 1 << 14
@@ -323,7 +312,8 @@ def test_changes_of_all_ranks_are_what_an_engine_rank_is_told_of(make) -> None:
         report=lambda *_, **__: None,
     )
     results = [RankPublishReport(changes={(0, 1): part}) for part in (b"of rank 0", b", of rank 1")]
-    publisher._rank0.finish(transaction, results, Sums(publisher._places), None)
+    publisher._rank0._begun = transaction, None
+    publisher._rank0.finish(results, Sums(publisher._places), None)
     assert [(one.base, one.changes) for one in told] == [("", b""), ("base", b"of rank 0, of rank 1")]
 
 

@@ -13,36 +13,8 @@ from fakes.publish_world import World
 from slipstream.weight_sync.errors import PlanMismatch, ReplicaError, TransferFailed
 from slipstream.weight_sync.publish import publisher as module
 from slipstream.weight_sync.publish.report import EXCLUDED, NOT_MET
-from slipstream.weight_sync.replica.recovery import make_offer, pull
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
 from slipstream.weight_sync.typed_msgpack import Sent
-
-
-def test_a_replica_started_again_is_never_written_to_where_the_old_one_was(world: World) -> None:
-    world.publisher.publish(0)
-    old = world.engines[0]
-    world.end(0)
-    world.publisher.publish(1)
-    world.publisher.reconnect(0, world.start(0))
-    assert committed(world.publisher.publish(2)) == [True, True]
-    assert world.engines[0].wrong_params(2) == []
-    assert old.wrong_params(0) == [], "which is still mapped here"
-
-
-def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(world: World) -> None:
-    world.publisher.publish(0)
-    world.end(0)
-    address = world.start(0)
-    for fresh, peer in zip(world.engines[0].receivers, world.engines[1].receivers, strict=True):
-        offer = make_offer(peer)
-        pull(fresh, offer, timeout_s=5)
-        fresh.adopt(offer.version, offer.epoch)
-    state = world.engines[1].receivers[0].state
-    world.endpoints[0].endpoint.adopt(state)
-    assert world.engines[0].wrong_params(0) == []
-    world.publisher.reconnect(0, address)
-    assert committed(world.publisher.publish(1)) == [True, True]
-    assert world.engines[0].wrong_params(1) == []
 
 
 def test_a_replica_that_comes_back_at_a_later_epoch_is_led_on_from_there(world: World) -> None:
