@@ -34,11 +34,7 @@ def absolute(value: str) -> str:
 
 
 def import_function(option: str, value: str) -> Callable[..., Any]:
-    """The function that `value` names.
-
-    Raises:
-        ConfigError: The module does not import, or has no such function; the message names the option and the cure.
-    """
+    """The function that `value` names; a ConfigError with the option and the cure if there is none."""
     place, _, name = value.rpartition(":")
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
@@ -106,13 +102,8 @@ def source_of(value: str) -> Path | None:
 
 
 def keep_copy(option: str, file: Path, copy: Path | None) -> None:
-    """Copy a file that an option names to where a run keeps it, and log its hash. A copy of other content, from an
-    earlier start of the run, gets a name with a number, and the log says so.
-
-    Args:
-        option: With its value, for the log.
-        copy: None: nothing is kept.
-    """
+    """Copy a file that an option names to where a run keeps it (None: nowhere), and log its hash. A copy of other
+    content, from an earlier start of the run, gets a name with a number, and the log says so."""
     try:
         content = file.read_bytes()
     except OSError as error:  # whoever needed it could read it, so only the copy is missing

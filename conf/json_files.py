@@ -16,12 +16,8 @@ HfConfig: TypeAlias = JsonMapping
 
 
 def read_json_object(path: Path) -> JsonObject:
-    """The object in a file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ConfigError: it cannot be read, or is no JSON object.
-    """
+    """The object in a file. A missing file is a FileNotFoundError; what cannot be read, or is no object, a
+    ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -60,7 +56,6 @@ def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def kind_of(value: object) -> str:
-    """What it is, for a message."""
     if value is None:
         return "null"
     return "an empty list" if value == [] else type(value).__name__

@@ -115,11 +115,7 @@ def _composed_of_presets(parsed: Sequence[Override]) -> DictConfig:
 
 
 def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_config: HfConfig) -> None:
-    """Refuse overrides that have no effect on a model on disk. (`load_run_config` does not read its config.json.)
-
-    Raises:
-        ConfigError: An override has no effect on such a model.
-    """
+    """Refuse overrides that have no effect on a model on disk. (`load_run_config` does not read its config.json.)"""
     names = [read_word(word).key_or_group for word in overrides]
     check_no_override_is_ignored(config, names, hf_config)
 
@@ -131,10 +127,7 @@ def resolved_yaml(config: RunConfig) -> str:
 
 def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = "") -> RunConfig:
     """The RunConfig that `resolved_yaml` wrote, for example into a run folder, with overrides of single options.
-
-    Args:
-        overrides: `section.option=value`.
-        subject: Put before an error about the text, "FILE: ".
+    `subject` ("FILE: ") is put before an error about the text.
 
     Raises:
         ConfigError: The text is not a configuration of this version's schema, or an override or the result cannot run.
@@ -159,7 +152,6 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
 
 
 def _checked(config: RunConfig, overrides: Sequence[Override]) -> RunConfig:
-    """Return the configuration once it is checked: no options contradict each other, every override has an effect."""
     is_model_known = config.model.init is Init.random and config.model.path is None
     names = [override.key_or_group for override in overrides]
     check_no_override_is_ignored(config, names, config.model.hf_config if is_model_known else None)

@@ -22,8 +22,7 @@ from typing import Any, get_type_hints
 
 from slipstream.conf.json_files import is_list
 from slipstream.conf.schema import RunConfig
-from slipstream.conf.schema.read_if import READ_IF, If
-from slipstream.conf.schema.rules import is_enum, type_label
+from slipstream.conf.schema.rules import READ_IF, If, is_enum, type_label
 
 DERIVED = {
     "is_bitwise=false": "Not with trainer.numerics.match=bitwise.",
@@ -56,7 +55,6 @@ class Option:
 
     @property
     def section(self) -> str:
-        """Top-level section, for example `trainer`."""
         return self.name.split(".", 1)[0]
 
     @property
@@ -100,11 +98,8 @@ def group_choices(group: str, extra_dir: Path | None = None) -> tuple[Choice, ..
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """At most three known names that `name` was probably meant to be, best first; empty if none is similar.
-
-    A dotted name is compared as a whole and by its last part, so that `num_rank` finds `trainer.num_ranks`. A name that
-    is part of a known one counts as similar.
-    """
+    """At most three known names that `name` was probably meant to be, best first. A dotted name is compared as a whole
+    and by its last part, so that `num_rank` finds `trainer.num_ranks`; a part of a known name counts as similar."""
     name = name.lower()
     leaf = name.rsplit(".", 1)[-1]
 

@@ -17,9 +17,7 @@ SCHEMA_NAME = "schema"
 
 def open_for_overrides(node: DictConfig) -> DictConfig:
     """Clear the read-only mark, which OmegaConf puts on every frozen dataclass, so that YAML and overrides set values.
-
-    The objects that are built from the node are frozen nevertheless.
-    """
+    The objects that are built from the node are frozen nevertheless."""
     OmegaConf.set_readonly(node, None)
     for key in node:
         if not OmegaConf.is_missing(node, key) and isinstance(child := node[key], DictConfig):
@@ -38,5 +36,4 @@ def schema_node() -> DictConfig:
 
 @functools.cache
 def register_schema() -> None:
-    """Store the schema under `SCHEMA_NAME`, once per process."""
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema_node(), provider="slipstream")

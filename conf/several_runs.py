@@ -19,12 +19,10 @@ _OF_HYDRA = ("hydra/", "hydra.launcher", "hydra.sweep", "hydra.mode")
 
 
 def is_multirun(word: str) -> bool:
-    """Whether a word asks Hydra for several runs."""
     return word in _MULTIRUN or word.lstrip("+~").startswith(_OF_HYDRA)
 
 
 def answer(words: Sequence[str]) -> str:
-    """What to say to a command line that asks for several runs."""
     several = [word for word in words if values_of(word) is not None]
     first = next((word for word in words if is_multirun(word)), *several[:1])
     if not several:

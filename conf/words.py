@@ -19,11 +19,7 @@ _JSON_NAME = re.compile(r'"(\w+)" *:')
 
 
 def read_word(text: str) -> Override:
-    """Parse one word.
-
-    Raises:
-        HydraException: Hydra's grammar has no such word.
-    """
+    """Parse one word; a HydraException where the grammar has none such."""
     try:
         return _parsed(text)
     except HydraException:

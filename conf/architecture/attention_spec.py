@@ -2,7 +2,7 @@
 
     GqaSpec       grouped queries                       trainer/model/attention/grouped_queries.py
     MlaSpec       latent, perhaps with an indexer       trainer/model/attention/latent.py, indexer.py
-    DeltaNetSpec  linear (delta_net_spec.py)            trainer/model/attention/delta_net.py
+    DeltaNetSpec  linear                                trainer/model/attention/delta_net.py
 
 Owns the names and shapes of its parameters. Does not own where in a checkpoint it lies (ModelSpec).
 """
@@ -59,13 +59,8 @@ class AttentionSpec:
 
     @abstractmethod
     def cached_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
-        """What a layer on one rank of an engine keeps of one sequence.
-
-        Args:
-            num_tokens: Prompt and response.
-            dtype: Format of the activations, named as in DTYPE_BYTES.
-            tp_size: Ranks of the engine.
-        """
+        """What a layer on one rank of an engine of `tp_size` ranks keeps of one sequence, prompt and response, with
+        activations in `dtype` (DTYPE_BYTES)."""
 
     def parameters(self, hidden: int) -> Parameters:
         """All of them, in checkpoint order."""
@@ -121,7 +116,6 @@ class GqaSpec(AttentionSpec):
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of q . k."""
         return (self.score_dim or self.head_dim) ** -0.5
 
     def cached_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
@@ -213,7 +207,6 @@ class MlaSpec(AttentionSpec):
 
     @property
     def num_kv_heads(self) -> int:
-        """Every query head has keys of its own."""
         return self.num_heads
 
     @property
@@ -248,3 +241,67 @@ class MlaSpec(AttentionSpec):
             return norms
         assert self.q_lora_rank is not None, "deepseek_like.py checks it"
         return norms | below(INDEXER, self.indexer.parameters(hidden, self.q_lora_rank))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetSpec(AttentionSpec):
+    """Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464): linear attention with a state per head."""
+
+    name: ClassVar[str] = "linear_attn"
+    uncaptured: ClassVar[str | None] = "some layers have linear attention, which was not captured yet"
+    unquantized: ClassVar[str | None] = "engines keep some projections of its linear attention as they are"
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of num_key_heads: value heads share keys and queries in groups."""
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    """Tokens, itself among them, that the convolution over q, k and v sees."""
+    has_fused_inputs: bool = True
+    """One projection gives q, k, v and z of each key head, another b and a (Qwen3-Next); else q, k and v, z, b, and a
+    come from four (Qwen3.5)."""
+
+    @property
+    def unshared(self) -> str | None:
+        return "linear attention"
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def group(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_size + self.value_size
+
+    def cached_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
+        """State and convolution inputs, in float32, of any number of tokens."""
+        state = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        return (state + (self.conv_width - 1) * self.conv_size) // tp_size * DTYPE_BYTES["float32"]
+
+    def linears(self, hidden: int) -> tuple[LinearShape, ...]:
+        """Every projection, in checkpoint order: first those of the layer's input."""
+        if self.has_fused_inputs:
+            sizes = {"qkvz": self.conv_size + self.value_size, "ba": 2 * self.num_value_heads}
+        else:
+            heads = self.num_value_heads
+            sizes = {"qkv": self.conv_size, "z": self.value_size, "b": heads, "a": heads}
+        inputs = (LinearShape(f"in_proj_{name}", size, hidden) for name, size in sizes.items())
+        return (*inputs, LinearShape("out_proj", hidden, self.value_size))
+
+    def others(self, hidden: int) -> Parameters:
+        return {
+            "conv1d.weight": Parameter((self.conv_size, 1, self.conv_width)),
+            "dt_bias": Parameter((self.num_value_heads,), start=Start.zeros),
+            "A_log": Parameter((self.num_value_heads,), "float32", Start.zeros),
+            "norm.weight": norm_weight(self.value_head_dim),
+        }

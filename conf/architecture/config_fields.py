@@ -114,9 +114,8 @@ class Fields(JsonObject):
         Args:
             architecture: Class of transformers and vLLM.
             attention: Of all layers, or one per layer.
-            rms_norm_eps: eps, if the config does not say.
+            rms_norm_eps, is_tied: What counts where the config does not say.
             width: Field of the width of dense feed-forwards.
-            is_tied: Whether the head is the embedding table, if the config does not say.
             own: What of ModelSpec differs from its defaults.
         """
         self.refuse(hidden_act=("silu",), attention_dropout=(0.0, None))

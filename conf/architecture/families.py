@@ -34,9 +34,6 @@ _GPT_OSS_YARN = {
 def read_config(config: HfConfig, mla_norm_eps: MlaNormEps = MlaNormEps.rollout) -> ModelSpec:
     """The spec of a config.json's dict. Missing optional fields take transformers' defaults.
 
-    Args:
-        mla_norm_eps: which eps the low-rank norms of latent attention take.
-
     Raises:
         ConfigError: unknown model_type, a missing size, or a feature that the decoder lacks.
     """

@@ -7,13 +7,14 @@ ignore: an engine that computes another model than the trainer is worse than no 
 from dataclasses import replace
 from typing import Any
 
+from slipstream.conf.architecture.attention_spec import DeltaNetSpec
 from slipstream.conf.architecture.config_fields import Fields
-from slipstream.conf.architecture.delta_net_spec import IN_ENGINES, DeltaNetSpec
-from slipstream.conf.architecture.family import Family
+from slipstream.conf.architecture.family import EngineAttention, Family
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import CheckpointNames, MoeSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import DType
 
 
 def llama(config: Fields) -> ModelSpec:
@@ -210,7 +211,17 @@ def _engine_head_dim(config: Fields) -> int:
     return config.hidden_per_head
 
 
-_QWEN3_5 = Family(qwen3_5, wrapper="qwen3_5", head_dim=256, other_attention=IN_ENGINES, engine_imports=("torchvision",))
+_DELTA_NET = EngineAttention(
+    kind="linear",
+    divided=("linear_num_key_heads", "linear_num_value_heads"),
+    # The state as the trainer's, else it is rounded after every token. On Hopper vLLM's own choice of a kernel is
+    # flashinfer's, without a look at whether flashinfer is installed.
+    arguments={"mamba_ssm_cache_dtype": "float32", "gdn_prefill_backend": "triton"},
+    cpu_dtype=DType.bfloat16,  # vLLM 0.32, `gdn_attention.py`, assertions
+    cpu_widths=(("linear_key_head_dim", 128), ("linear_value_head_dim", 128)),
+)
+"""A run on a CPU was tried with heads of 128; vLLM's kernel refuses 32."""
+_QWEN3_5 = Family(qwen3_5, wrapper="qwen3_5", head_dim=256, other_attention=_DELTA_NET, engine_imports=("torchvision",))
 
 FAMILIES = {
     "llama": Family(llama),
@@ -223,6 +234,6 @@ FAMILIES = {
     "qwen3_moe": Family(qwen3_moe, has_engine_forward=True),
     "qwen3_5_moe_text": replace(_QWEN3_5, read=qwen3_5_moe, wrapper="qwen3_5_moe"),
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_next": Family(qwen3_next, head_dim=256, other_attention=IN_ENGINES),
+    "qwen3_next": Family(qwen3_next, head_dim=256, other_attention=_DELTA_NET),
 }
 """By model_type."""

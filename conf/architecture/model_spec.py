@@ -64,7 +64,6 @@ class ModelSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotations that its layers have."""
         return tuple(dict.fromkeys(attention.rope for attention in self.attentions))
 
     @property
@@ -88,15 +87,11 @@ class ModelSpec:
 
     def checkpoint_tensors(self, dtype: str) -> tuple[TensorMeta, ...]:
         """Every tensor of the Hugging Face checkpoint, in a fixed order; tied embeddings have no lm_head.weight.
-
-        Args:
-            dtype: name as in DTYPE_BYTES, e.g. "bfloat16". A router's correction bias is always
-                float32, for bfloat16 would move tokens to other experts, and so are the decays of linear attention.
-        """
+        `dtype` is a name as in DTYPE_BYTES. A router's correction bias is always float32, for bfloat16 would move
+        tokens to other experts, and so are the decays of linear attention."""
         return _checkpoint_tensors(self, dtype)
 
     def parameters(self) -> Parameters:
-        """Every tensor of the checkpoint, as `checkpoint_tensors`."""
         hidden, table = self.hidden_size, Parameter((self.vocab_size, self.hidden_size))
         parameters = {"model.embed_tokens.weight": table}
         for layer, attention in enumerate(self.attentions):
@@ -105,7 +100,8 @@ class ModelSpec:
             own |= below(attention.name, attention.parameters(hidden))
             outer = ("pre_feedforward", "post_feedforward") if self.norms_halves else ()
             own |= {f"{name}_layernorm.weight": self._norm for name in ("post_attention", *outer)}
-            own |= self._feed_forward(layer)
+            dense = swiglu("mlp", hidden, self.intermediate_size)
+            own |= self.moe.of_layer(hidden, dense, self._norm) if self.moe and self.moe.layers[layer] else dense
             if self.scales_layers:
                 own["layer_scalar"] = Parameter((1,), start=Start.ones)
             parameters |= below(prefix, own)
@@ -121,12 +117,6 @@ class ModelSpec:
     @property
     def _norm(self) -> Parameter:
         return norm_weight(self.hidden_size, adds_one=self.norms_add_one)
-
-    def _feed_forward(self, layer: int) -> Parameters:
-        dense = swiglu("mlp", self.hidden_size, self.intermediate_size)
-        if self.moe is None or not self.moe.layers[layer]:
-            return dense
-        return self.moe.of_layer(self.hidden_size, dense, self._norm)
 
 
 @lru_cache(maxsize=4)

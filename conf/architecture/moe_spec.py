@@ -107,11 +107,9 @@ class MoeSpec:
         """A parameter of the router, as a checkpoint names it in the block."""
         if self.is_beside_dense:
             return "router.proj.weight" if leaf == "weight" else f"router.{leaf}"
-        return (
-            self.names.correction
-            if leaf == CORRECTION_BIAS
-            else f"{'router' if self.has_router_bias else 'gate'}.{leaf}"
-        )
+        if leaf == CORRECTION_BIAS:
+            return self.names.correction
+        return f"{'router' if self.has_router_bias else 'gate'}.{leaf}"
 
     @property
     def unquantized(self) -> str | None:
@@ -130,12 +128,7 @@ class MoeSpec:
         return {f"mlp.{self.names.shared}": self.shared_intermediate_size} if self.shared_intermediate_size else {}
 
     def of_layer(self, hidden: int, dense: Parameters, norm: Parameter) -> Parameters:
-        """The feed-forward of a layer with experts, in checkpoint order.
-
-        Args:
-            dense: The parameters of one without.
-            norm: The weight of a norm of the stream.
-        """
+        """The feed-forward of a layer with experts, in checkpoint order. `dense`: the parameters of one without."""
         if self.is_beside_dense:
             return dense | self.parameters(hidden) | {f"{name}.weight": norm for name in NORMS_BESIDE_DENSE}
         return below(self.names.block, self.parameters(hidden))

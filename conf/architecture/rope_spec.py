@@ -25,7 +25,6 @@ class YarnScaling:
 
     @property
     def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:

@@ -16,14 +16,8 @@ _OF_ANY_MODEL = {
 
 
 def check_spelling(config: JsonObject, given: Collection[str], *, each_is_read: bool = False) -> None:
-    """Refuse a given field that is not read and whose name is almost that of a field that is.
-
-    Fields that only the engine reads may have any name: a config.json has many.
-
-    Args:
-        config: One that read_config() can read.
-        given: Names of the fields that a person wrote.
-        each_is_read: Refuse every field that is not read.
+    """Refuse a field that a person gave, that is not read, and whose name is almost that of a field that is. Fields
+    that only the engine reads may have any name, unless `each_is_read`: a config.json has many.
 
     Raises:
         ConfigError: Names the first such field and the field that was probably meant.

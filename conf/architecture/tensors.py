@@ -49,5 +49,4 @@ def below(prefix: str, parameters: Parameters) -> Parameters:
 
 
 def norm_weight(size: int, *, adds_one: bool = False) -> Parameter:
-    """The weight of a norm that multiplies by it, or by 1 + weight."""
     return Parameter((size,), start=Start.zeros if adds_one else Start.ones)

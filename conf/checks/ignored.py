@@ -1,8 +1,8 @@
 """Refuses an option that the user typed and that has no effect in his run. Presets may set what a run does not use.
 
 Owns: what is said, and reasons about many options at once. Does not own: when an option is read, which its field says
-(conf/schema/read_if.py), or options that contradict each other (sections.py). Pure: it sees a RunConfig, the names that
-a user typed, and config.json; while that is not read yet, nothing is said of an architecture.
+(read_if of conf/schema/rules.py), or options that contradict each other (sections.py). Pure: it sees a RunConfig, the
+names that a user typed, and config.json; while that is not read yet, nothing is said of an architecture.
 """
 
 import functools
@@ -19,7 +19,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.options import show
 from slipstream.conf.schema import AlgorithmConfig, Objective, RewardPart, RunConfig
-from slipstream.conf.schema.read_if import READ_IF, REMOVE_ONE, If
+from slipstream.conf.schema.rules import READ_IF, REMOVE_ONE, If
 
 READ_BY_POLICY_ALONE = (
     *("rollout.", "weight_sync.", "parity.", "reward", "reward.", "data.max_prompt_tokens"),
@@ -39,12 +39,8 @@ def check_no_override_is_ignored(config: RunConfig, names: Collection[str], hf_c
     """Refuse an option that the user typed and that has no effect in this run.
 
     Args:
-        config: The composed run.
         names: Dotted names from the command line, groups included.
         hf_config: config.json of the model; None: not read yet.
-
-    Raises:
-        ConfigError: An option has no effect.
     """
     for name in names:
         for by_what, cure in _reasons(config, name, hf_config):
@@ -60,7 +56,6 @@ def is_read(config: RunConfig, name: str) -> bool:
 
 
 def _reasons(config: RunConfig, name: str, hf_config: HfConfig | None) -> Iterator[tuple[str, str]]:
-    """Why an option has no effect in this run, and the cure."""
     for subjects, by_what, cure in _reasons_about_many(config):
         if any(name == one or (one.endswith(".") and name.startswith(one)) for one in subjects):
             yield by_what, cure
@@ -100,7 +95,6 @@ def conditions_of(name: str) -> tuple[If, ...]:
 
 
 def _parsed(condition: str) -> tuple[str, str, str]:
-    """Name, `=` or `!=`, and values of one condition."""
     parsed = re.fullmatch(r"([\w.]+?)(!?=)(.*)", condition)
     assert parsed is not None, condition
     return parsed[1], parsed[2], parsed[3]
@@ -125,7 +119,6 @@ def _shown(value: object) -> str:
 
 
 def _by_what(config: RunConfig, one: If) -> str:
-    """The user's choice that makes the run ignore the option."""
     if one.told and one.told[0] not in ",:":
         return one.told
     name = _parsed(one.condition.split(" or ")[0])[0]

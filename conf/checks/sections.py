@@ -8,7 +8,6 @@ orchestrator/inputs/preflight.py checks what needs a machine or a file.
 from collections.abc import Iterator
 
 from slipstream.conf.checks.model import check_architecture
-from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import (
     ENGINE_LORA_RANKS,
     SHIPPED_ADVANTAGES,
@@ -27,6 +26,7 @@ from slipstream.conf.schema import (
     TrainMode,
     TransportKind,
 )
+from slipstream.conf.schema.rules import refuse_first
 
 MASKS_NOTHING = frozenset({Correction.none, Correction.tis, Correction.sequence_tis})
 """Corrections that leave no token out."""
@@ -34,15 +34,11 @@ MASKS_NOTHING = frozenset({Correction.none, Correction.tis, Correction.sequence_
 
 def check_all(config: RunConfig) -> None:
     """Check every rule that needs no machine and no file, the most basic first."""
-    rules = (_of_rows, *((_of_responses, _of_engines, _of_publishes) if _is_policy(config) else ()))
-    for contradiction in (one for of_kind in rules for one in of_kind(config)):
-        raise ConfigError(contradiction)
+    is_policy = config.algorithm.objective is Objective.policy
+    rules = (_of_rows, *((_of_responses, _of_engines, _of_publishes) if is_policy else ()))
+    refuse_first(problem for rule in rules for problem in rule(config))
     if config.model.init is Init.random and config.model.path is None:
         check_architecture(config, config.model.hf_config)
-
-
-def _is_policy(config: RunConfig) -> bool:
-    return config.algorithm.objective is Objective.policy
 
 
 def _of_rows(config: RunConfig) -> Iterator[str]:
@@ -109,18 +105,25 @@ def _why_no_stop_texts(config: RunConfig) -> str:
 
 
 def _of_engines(config: RunConfig) -> Iterator[str]:
-    check_transport_fits_device(config)
+    yield from why_not_on_device(config)
     if config.cluster.share_gpu:
         for reason in _why_no_shared_gpu(config):
             yield f"cluster.share_gpu=true contradicts {reason}, or cluster.share_gpu=false"
-    check_expert_parallel_engine_has_gpus(config)
 
 
-def check_transport_fits_device(config: RunConfig) -> None:
-    if config.weight_sync.transport is TransportKind.nvlink and config.cluster.device is Device.cpu:
-        raise ConfigError(
+def why_not_on_device(config: RunConfig) -> Iterator[str]:
+    """What CPU engines do not do; preflight asks again, once the device is known."""
+    if config.cluster.device is not Device.cpu:
+        return
+    if config.weight_sync.transport is TransportKind.nvlink:
+        yield (
             "weight_sync.transport=nvlink contradicts cluster.device=cpu: NVLink joins GPUs; "
             "set weight_sync.transport=auto (or tcp), or cluster.device=cuda"
+        )
+    if config.rollout.enable_expert_parallel:
+        yield (
+            "rollout.enable_expert_parallel=true contradicts cluster.device=cpu: the engine splits experts over GPUs "
+            "only; set rollout.enable_expert_parallel=false (trainer.ep_size works on a CPU)"
         )
 
 
@@ -135,27 +138,17 @@ def _why_no_shared_gpu(config: RunConfig) -> Iterator[str]:
         yield "rollout.kv_cache_bytes=null, for which an engine measures what others leave free; set the cache's size"
 
 
-def check_expert_parallel_engine_has_gpus(config: RunConfig) -> None:
-    """The CPU engine cannot split experts over its ranks."""
-    if config.rollout.enable_expert_parallel and config.cluster.device is Device.cpu:
-        raise ConfigError(
-            "rollout.enable_expert_parallel=true contradicts cluster.device=cpu: the engine splits experts over GPUs "
-            "only; "
-            "set rollout.enable_expert_parallel=false (trainer.ep_size works on a CPU)"
-        )
-
-
-def check_adapter_mode_has_an_adapter(config: RunConfig) -> None:
+def why_no_adapter(config: RunConfig) -> Iterator[str]:
     """Adapter mode needs an adapter, of a rank that engines have slots for."""
     if config.weight_sync.mode is not SyncMode.adapter:
         return
     if config.trainer.mode is TrainMode.full:
-        raise ConfigError(
+        yield (
             "weight_sync.mode=adapter contradicts trainer.mode=full, which trains no adapter; set "
             "weight_sync.mode=merged, or trainer.mode=lora"
         )
     if config.trainer.lora.slot_rank == 0:
-        raise ConfigError(
+        yield (
             f"weight_sync.mode=adapter: engines serve adapters of rank {ENGINE_LORA_RANKS[-1]} at most, got "
             f"trainer.lora.rank={config.trainer.lora.rank}; set weight_sync.mode=merged, or a lower rank"
         )
@@ -163,7 +156,7 @@ def check_adapter_mode_has_an_adapter(config: RunConfig) -> None:
 
 def _of_publishes(config: RunConfig) -> Iterator[str]:
     """What engines hold, and what is compared with it."""
-    check_adapter_mode_has_an_adapter(config)
+    yield from why_no_adapter(config)
     run, correction, mask = config.run, config.algorithm.correction, config.parity.mask_log_ratio
     is_adapter = config.weight_sync.mode is SyncMode.adapter
     if config.weight_sync.relay is Relay.node and is_adapter:

@@ -30,10 +30,7 @@ FP8_BLOCK = 128
 
 
 class Width(NamedTuple):
-    """Columns that are divided over ranks.
-
-    Example: Width("intermediate_size=18432", 18432, 16, ("gate_proj", "up_proj")).
-    """
+    """Columns divided over ranks. Example: Width("intermediate_size=18432", 18432, 16, ("gate_proj", "up_proj"))."""
 
     what: str
     """Name and value, as the user reads them."""
@@ -46,17 +43,13 @@ class Width(NamedTuple):
 def check_tp_size_fits_model(
     option: str, tp_size: int, hf_config: HfConfig, *, is_expert_parallel: bool = False, can_split_experts: bool = True
 ) -> None:
-    """Check that the engine can build its ranks of this model.
+    """Refuse a size with which the engine cannot build its ranks of this model, and say which sizes work.
 
     Args:
         option: How the size was given: "rollout.tp_size", "--tp".
-        tp_size: Ranks of one engine.
         hf_config: config.json of the model, with the engine's quantization_config.
         is_expert_parallel: Whether ranks hold whole experts.
         can_split_experts: Whether that may be proposed; a CPU's engines cannot.
-
-    Raises:
-        ConfigError: It cannot; the message says which sizes work.
     """
     problem = tp_problem(tp_size, hf_config, is_expert_parallel=is_expert_parallel)
     if problem is None:
@@ -127,7 +120,6 @@ def fp8_skipped(hf_config: HfConfig) -> Sequence[str] | None:
 
 
 def one_of(values: Sequence[int]) -> str:
-    """Allowed numbers in words."""
     return ", ".join(str(value) for value in values)
 
 

@@ -3,7 +3,7 @@
 Each section is a frozen dataclass. YAML files under `conf/<group>/` choose values and never types; `conf/load.py`
 composes them and is the only place that sees a DictConfig. A rule about one section is checked in that section's
 `__post_init__`; a rule across sections stands in `conf/checks/`; in which runs an option is read is
-metadata of its field (read_if.py). Derived values are properties that carry their formula.
+metadata of its field (rules.py). Derived values are properties that carry their formula.
 
 All other code imports from here: `from slipstream.conf.schema import RunConfig`.
 """

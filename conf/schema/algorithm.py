@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from slipstream.conf.schema.read_if import If, read_if
-from slipstream.conf.schema.rules import above, at_least, require
+from slipstream.conf.schema.rules import If, above, at_least, read_if, require
 from slipstream.conf.schema.teacher import TeacherConfig
 
 
@@ -294,7 +293,6 @@ class AlgorithmConfig:
 
     @property
     def penalizes_rewards(self) -> bool:
-        """Whether the estimate of KL is part of the reward."""
         return self.kl_coef > 0 and self.kl_in is KlPlace.reward
 
     @property

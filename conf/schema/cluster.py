@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
-from slipstream.conf.schema.rules import above
+from slipstream.conf.schema.rules import REMOVE_ONE, If, above, read_if
 
 
 class Device(StrEnum):

@@ -7,8 +7,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema.read_if import If, read_if
-from slipstream.conf.schema.rules import at_least, require
+from slipstream.conf.schema.rules import If, at_least, read_if, require
 
 
 class Order(StrEnum):

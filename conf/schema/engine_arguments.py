@@ -49,11 +49,7 @@ _REASONS = {
 
 
 def check_engine_options(options: JsonMapping) -> None:
-    """Refuse arguments that are not the user's to set.
-
-    Raises:
-        ConfigError: One is among them, or what is to be added to ours is no mapping.
-    """
+    """Refuse arguments that are not the user's to set."""
     compilation = options.get("compilation_config", {})
     if not isinstance(compilation, Mapping):
         raise ConfigError(

@@ -71,5 +71,4 @@ class ModelConfig:
 
     @property
     def init_std(self) -> float:
-        """Standard deviation of random weights."""
         return self.hf_config.get("initializer_range", 0.02)

@@ -154,5 +154,4 @@ class NumericsByPlace(NumericsConfig):
 
     @property
     def places(self) -> Roundings:
-        """The roundings that were given, place by place."""
         return self.own

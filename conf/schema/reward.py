@@ -7,8 +7,7 @@ from typing import Any
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object
-from slipstream.conf.schema.read_if import If, read_if
-from slipstream.conf.schema.rules import above, at_least, require, section_of
+from slipstream.conf.schema.rules import If, above, at_least, read_if, require, section_of
 from slipstream.conf.schema.teacher import AskedModel
 
 SHIPPED_REWARDS = ("exact_match", "regex", "math", "judge", "code", "none")
@@ -147,24 +146,18 @@ class RewardConfig(RewardPart):
 
     @property
     def shapings(self) -> tuple[str, ...]:
-        """What the length of a response adds to its reward."""
         asked = (self.overlong_tokens > 0, self.length_penalty != 0)
         return tuple(name for name, is_asked in zip(SHAPINGS, asked, strict=True) if is_asked)
 
     @property
     def by_name(self) -> dict[str, RewardPart]:
-        """Every reward.
-
-        Raises:
-            ConfigError: A value of reward.parts is not the options of a reward.
-        """
+        """Every reward; a ConfigError where a value of reward.parts is not the options of one."""
         if not self.parts:
             only = RewardPart(**{item.name: getattr(self, item.name) for item in fields(RewardPart)})
             return {self.names[0]: only}
         return {name: reward_part(f"reward.parts.{name}", values) for name, values in self.parts.items()}
 
     def section_of(self, name: str) -> str:
-        """Where the options of a reward are."""
         return f"reward.parts.{name}" if self.parts else "reward"
 
     def source_copy(self, name: str) -> str:
@@ -182,11 +175,7 @@ class RewardConfig(RewardPart):
 
 
 def reward_part(section: str, values: object) -> RewardPart:
-    """A RewardPart from plain mappings.
-
-    Raises:
-        ConfigError: An option is unknown or has a value of a wrong type; the message begins with the section.
-    """
+    """A RewardPart from plain mappings. A ConfigError begins with the section."""
     if not is_object(values):
         raise ConfigError(f"{section} must be a mapping of options, got {values!r}")
     return section_of(RewardPart, section, values)

@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema.engine_arguments import check_engine_options
-from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
-from slipstream.conf.schema.rules import above, at_least, require, without_password
+from slipstream.conf.schema.rules import REMOVE_ONE, If, above, at_least, read_if, require, without_password
 
 ALL_ENGINES = ": rollout.num_workers is how many there are"
 DRAWN = If("rollout.eval.temperature!=0", ", which takes the likeliest token", REMOVE_ONE)
@@ -117,7 +116,6 @@ class EpisodesConfig:
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """`address`, taken apart."""
         host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
 
@@ -237,7 +235,6 @@ class RolloutConfig:
         )
 
     def _check_num_workers(self) -> None:
-        """A number, or a range of numbers."""
         given = f"rollout.num_workers={self.num_workers}"
         if not self.is_range:
             require(int(self.num_workers) >= 1, f"rollout.num_workers must be >= 1, got {self.num_workers}")
@@ -257,7 +254,6 @@ class RolloutConfig:
 
     @property
     def is_range(self) -> bool:
-        """Whether num_workers is MIN..MAX, so that the run follows the machines that there are."""
         return isinstance(self.num_workers, str)
 
     @property
@@ -273,7 +269,6 @@ class RolloutConfig:
 
     @property
     def most_workers(self) -> int:
-        """The most workers that it starts with."""
         return self.bounds[1]
 
     @property

@@ -1,13 +1,15 @@
-"""How a section refuses a value: the option, what was given, what is allowed and the cure in one message."""
+"""How a section refuses a value: the option, what was given, what is allowed and the cure in one message. And metadata
+of a field: in which runs the option is read; who types one that his run does not read is told so (checks/ignored.py).
+"""
 
 import difflib
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonMapping, is_list
@@ -16,9 +18,13 @@ Section = TypeVar("Section")
 
 
 def require(ok: bool, message: str) -> None:
-    """Refuse the section with `message` unless `ok`."""
     if not ok:
         raise ConfigError(message)
+
+
+def refuse_first(problems: Iterable[str]) -> None:
+    for problem in problems:
+        raise ConfigError(problem)
 
 
 def without_password(option: str, url: str | None) -> None:
@@ -30,7 +36,6 @@ def without_password(option: str, url: str | None) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of `number`, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
@@ -52,18 +57,13 @@ def above(bound: float, section: str, options: object, *names: str) -> None:
 
 
 def section_of(cls: type[Section], section: str, values: JsonMapping) -> Section:
-    """A section's dataclass from plain mappings, where Hydra does not know its options: a value of a mapping.
-
-    Raises:
-        ConfigError: An option is unknown, or has a value of a wrong type.
-    """
+    """A section's dataclass from plain mappings, where Hydra does not know its options: a value of a mapping."""
     hints = get_type_hints(cls)
     known = {item.name: hints[item.name] for item in fields(cast("Any", cls))}
     arguments: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Options: {', '.join(known)}"
+            hint = meant(str(name), known) or f"Options: {', '.join(known)}"
             raise ConfigError(f"unknown option {section}.{name}. {hint}")
         annotation = known[name]
         if is_dataclass(annotation):
@@ -73,6 +73,11 @@ def section_of(cls: type[Section], section: str, values: JsonMapping) -> Section
             raise ConfigError(f"{section}.{name} must be {with_article(type_label(annotation))}, got {value!r}")
         arguments[name] = tuple(value) if get_origin(annotation) is tuple else value
     return cls(**arguments)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 def _fits(annotation: Any, value: Any) -> bool:
@@ -88,7 +93,6 @@ def _fits(annotation: Any, value: Any) -> bool:
 
 
 def is_enum(annotation: Any) -> TypeGuard[type[Enum]]:
-    """Whether the values of a type have names."""
     return isinstance(annotation, type) and issubclass(annotation, Enum)
 
 
@@ -110,6 +114,26 @@ def type_label(annotation: Any) -> str:
 
 
 def with_article(label: str) -> str:
-    """Example: "an integer"."""
     articles = {"integer": "an ", "number": "a ", "mapping": "a ", "list": "a "}
     return articles.get(label.split(" ", 1)[0], "") + label
+
+
+READ_IF = "read_if"
+REMOVE_ONE = "remove one of the two"
+
+
+class If(NamedTuple):
+    """One condition. Example: If("weight_sync.mode=adapter", ", which has no slots")."""
+
+    condition: str
+    """`NAME=VALUE`, `NAME=VALUE|VALUE` or `NAME!=VALUE`, and several of these with ` or ` between them. NAME is an
+    option or a property of RunConfig; a VALUE may have `*`, and of a list it is one that the list has."""
+    told: str = ""
+    """What is said of the first NAME and its value; without a comma or colon at its beginning: instead of these."""
+    cure: str = ""
+    """What else to do; empty: to set NAME to the first VALUE."""
+
+
+def read_if(*conditions: If) -> dict[str, tuple[If, ...]]:
+    """The option, or each of a section, is read where all of these hold."""
+    return {READ_IF: conditions}

@@ -11,10 +11,9 @@ from slipstream.conf.schema.data import DataConfig
 from slipstream.conf.schema.model import Init, ModelConfig
 from slipstream.conf.schema.numerics import Match
 from slipstream.conf.schema.parity import ParityConfig
-from slipstream.conf.schema.read_if import If, read_if
 from slipstream.conf.schema.reward import RewardConfig
 from slipstream.conf.schema.rollout import EVALUATED, RolloutConfig
-from slipstream.conf.schema.rules import at_least, require, without_password
+from slipstream.conf.schema.rules import If, at_least, read_if, require, without_password
 from slipstream.conf.schema.trainer import TrainerConfig, TrainMode
 from slipstream.conf.schema.weight_sync import SyncMode, WeightSyncConfig
 
@@ -113,7 +112,6 @@ class RunSection:
 
     @property
     def pass_ks(self) -> tuple[int, ...]:
-        """Every k of pass@k, ascending."""
         num_samples = self.eval_samples_per_prompt
         return (*(1 << power for power in range((num_samples - 1).bit_length())), num_samples)
 
@@ -176,10 +174,8 @@ class RunConfig:
 
     @property
     def engine_num_seqs(self) -> int:
-        """rollout.max_num_seqs, or an engine's share of the requests that the loop lets be in flight.
-
-        A share is rounded up to a size that has a CUDA graph of its own. An evaluation beside training comes on top.
-        """
+        """rollout.max_num_seqs, or an engine's share of the requests that the loop lets be in flight, rounded up to a
+        size that has a CUDA graph of its own. An evaluation beside training comes on top."""
         rollout, algorithm = self.rollout, self.algorithm
         if rollout.max_num_seqs is not None:
             return rollout.max_num_seqs
@@ -193,7 +189,6 @@ class RunConfig:
 
     @property
     def rounding_seed(self) -> int | None:
-        """WeightSyncConfig.rounding_seed."""
         return self.weight_sync.rounding_seed(self.run.seed)
 
     @property
@@ -204,7 +199,6 @@ class RunConfig:
 
     @property
     def evaluates_beside(self) -> bool:
-        """Whether evaluations take place while training goes on."""
         return (
             self.run.eval_beside and bool(self.data.held_out_sources) and self.algorithm.objective is Objective.policy
         )

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from slipstream.conf.schema.model import DType
 from slipstream.conf.schema.numerics import Match, NumericsConfig
-from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
-from slipstream.conf.schema.rules import above, at_least, divisors, require
+from slipstream.conf.schema.rules import REMOVE_ONE, If, above, at_least, divisors, meant, read_if, require
 
 
 class TrainMode(StrEnum):
@@ -92,6 +91,9 @@ class LoraConfig:
         at_least(1, "trainer.lora", self, "attention_rank", "expert_rank")
         above(0, "trainer.lora", self, "alpha")
         known = (*LORA_TARGETS, *ATTENTION_MODULES, *MLP_MODULES)
+        for name in self.targets:
+            hint = meant(name, known)
+            require(name in known or not hint, f"trainer.lora.targets has no {name!r}. {hint}")
         require(
             bool(self.targets) and set(self.targets) <= set(known),
             f"trainer.lora.targets must be some of {', '.join(known)}, got {list(self.targets)}; "
@@ -100,12 +102,10 @@ class LoraConfig:
 
     @property
     def attention(self) -> bool:
-        """Whether any matrix of attentions is adapted."""
         return not {"attention", *ATTENTION_MODULES}.isdisjoint(self.targets)
 
     @property
     def mlp(self) -> bool:
-        """Whether any matrix of dense feed-forwards is adapted."""
         return not {"mlp", *MLP_MODULES}.isdisjoint(self.targets)
 
     def adapts_attention(self, module: str) -> bool:
@@ -130,12 +130,10 @@ class LoraConfig:
 
     @property
     def for_mlp(self) -> LoraConfig | None:
-        """The same for dense feed-forwards."""
         return self._of_rank(None) if self.mlp else None
 
     @property
     def for_experts(self) -> LoraConfig | None:
-        """The same for routed experts."""
         return self._of_rank(self.expert_rank) if self.experts else None
 
     def _of_rank(self, rank: int | None) -> LoraConfig:
@@ -194,7 +192,6 @@ class OptimConfig:
         )
 
     def warmup_updates(self, num_updates: int) -> int:
-        """Updates of warm-up in a schedule of so many."""
         is_share = 0 < self.warmup_steps < 1
         return max(1, round(self.warmup_steps * num_updates)) if is_share else int(self.warmup_steps)
 

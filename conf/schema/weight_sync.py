@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from slipstream.conf.schema.read_if import If, read_if
-from slipstream.conf.schema.rules import above, at_least, require
+from slipstream.conf.schema.rules import If, above, at_least, read_if, require
 
 
 class SyncMode(StrEnum):

@@ -121,7 +121,6 @@ def _flags_alone(parser: cli_flags.Parser, words: list[str]) -> tuple[argparse.N
 
 
 def _until_dashes(parser: cli_flags.Parser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Flags, and the words after the first `--`."""
     at = words.index("--") if "--" in words else len(words)
     return parser.parse_args(words[:at]), words[at + 1 :]
 

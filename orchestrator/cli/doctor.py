@@ -7,6 +7,7 @@ Invariant: looks and never repairs; nothing that it starts outlives it. Librarie
 child process, because a broken one may abort the process that imports it.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -85,23 +86,17 @@ PACKAGES = (
 """Major and minor versions that the tests run with; the exact pins of an environment are in requirements/*.lock."""
 
 
-NO_GPU = Finding(
-    "gpu",
-    "GPUs",
-    "none",
-    Status.warn,
-    "the packages are those for GPUs: runs need a host that has them; plan, record, launch, view, status do not",
-)
+FOR_GPUS = "the packages are those for GPUs: runs need a host that has them; plan, record, launch, view, status do not"
+NO_GPU = Finding("gpu", "GPUs", "none", Status.warn, FOR_GPUS)
 """A cluster's login node: nothing is broken, and no run can work."""
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Print all findings. Returns 1 if something required is missing or broken, else 0."""
     return print_findings(list(gather(HERE, trouble_in_child)), as_json=as_json)
 
 
 def print_findings(findings: list[Finding], *, as_json: bool) -> int:
-    """Print the findings. Returns the exit code that follows from them."""
+    """Returns 1 if something required is missing or broken, else 0."""
     failed = any(finding.status is Status.fail for finding in findings)
     if as_json:
         usable = not failed and NO_GPU not in findings
@@ -112,11 +107,8 @@ def print_findings(findings: list[Finding], *, as_json: bool) -> int:
 
 
 def gather(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Every finding, in the order of the table.
-
-    Args:
-        trouble_in_child: Runs Python code in a child process. Returns what went wrong, or None.
-    """
+    """Every finding, in the order of the table. `trouble_in_child` runs Python code in a child process, and says what
+    went wrong."""
     yield from python_and_packages()
     yield from processors_and_memory(machine)
     yield from gpus_and_links(machine)
@@ -128,42 +120,31 @@ def gather(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> I
 
 
 def python_and_packages() -> Iterator[Finding]:
-    """The interpreter and every package, compared with what the tests run with."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     cure = "" if (3, 11) <= sys.version_info[:2] < (3, 13) else "use Python 3.11 or 3.12"
     yield _judged("python", "python", version, cure, Status.fail)
-    for package in PACKAGES:
-        yield judge_package(package, _installed_versions())
+    installed = _installed_versions()
+    yield from (judge_package(package, installed) for package in PACKAGES)
 
 
 def judge_package(package: Supported, installed: Mapping[str, str]) -> Finding:
-    """One package, compared with its supported versions.
-
-    Args:
-        package: What is supported.
-        installed: Distribution name -> version.
-    """
+    """One package, compared with its supported versions. `installed`: distribution name -> version."""
     found = [name for name in package.distributions if name in installed]
-    wanted = " or ".join(package.versions)
+    wanted, is_alone = " or ".join(package.versions), len(package.distributions) == 1
     if not found:
-        if not package.is_required:
-            return Finding("python", package.label, "absent", Status.note)
-        return Finding("python", package.label, "absent", Status.fail, f"install {wanted}: make setup")
-    value = ", ".join(
-        installed[name] if len(package.distributions) == 1 else f"{name} {installed[name]}" for name in found
-    )
+        absent = f"install {wanted}: make setup" if package.is_required else ""
+        return Finding("python", package.label, "absent", Status.fail if absent else Status.note, absent)
+    value = ", ".join(installed[name] if is_alone else f"{name} {installed[name]}" for name in found)
     if len(found) > 1:
         # They install the same import package over each other; the order of installation decides which one is in use.
         keep_one = f"keep one: pip uninstall {' '.join(found)}, then make setup"
         return Finding("python", package.label, value, Status.fail, keep_one)
-    version = installed[found[0]]
-    if any(version == good or version.startswith((f"{good}.", f"{good}+")) for good in package.versions):
-        return Finding("python", package.label, value)
-    return Finding("python", package.label, value, Status.warn, f"tested with {wanted}; `make setup` installs it")
+    is_tested = f"{installed[found[0]]}.".replace("+", ".").startswith(tuple(f"{good}." for good in package.versions))
+    other = "" if is_tested else f"tested with {wanted}; `make setup` installs it"
+    return _judged("python", package.label, value, other)
 
 
 def processors_and_memory(machine: Machine) -> Iterator[Finding]:
-    """Cores, memory and shared memory."""
     cores = machine.count_cpus()
     yield _judged("machine", "CPU cores", str(cores), "the quick start wants 2 or more" if cores < 2 else "")
     if machine.is_slow_in_bfloat16() and not machine.count_gpus():
@@ -173,10 +154,8 @@ def processors_and_memory(machine: Machine) -> Iterator[Finding]:
     tight = "the quick start wants 8 GB: two engines and two trainer ranks" if available < 8 << 30 else ""
     yield _judged("machine", "memory", f"{_gb(total)}, {_gb(available)} free", tight)
     shared, wanted = machine.free_bytes(Path("/dev/shm")), LEAST_BYTES
-    small = (
-        f"Ray's object store wants {wanted >> 20} MiB there and is slow elsewhere: enlarge it (docker run "
-        "--shm-size=2g)"
-    )
+    cure = "enlarge it (docker run --shm-size=2g)"
+    small = f"Ray's object store wants {wanted >> 20} MiB there and is slow elsewhere: {cure}"
     yield _judged("machine", "/dev/shm free", _gb(shared), small if shared < wanted else "")
     try:
         yield Finding("machine", "caches", f"in {where_caches_lie()}")
@@ -185,7 +164,6 @@ def processors_and_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def gpus_and_links(machine: Machine) -> Iterator[Finding]:
-    """GPUs, how many of them CUDA may use, and the links between them."""
     gpus, usable = machine.list_gpus(), machine.count_gpus()
     if not gpus and not usable:
         on_cpu = Finding("gpu", "GPUs", "none", Status.note, "runs use cluster.device=cpu")
@@ -196,9 +174,8 @@ def gpus_and_links(machine: Machine) -> Iterator[Finding]:
     hidden = ""
     if usable < len(gpus):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = (
-            "the driver refuses the others" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r} hides the others"
-        )
+        hides = "the driver refuses" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r} hides"
+        hidden = f"{hides} the others"
     yield _judged("gpu", "usable by CUDA", str(usable), hidden, Status.warn if usable else Status.fail)
     topology = machine.read_topology()
     if topology is None:
@@ -214,7 +191,6 @@ def gpus_and_links(machine: Machine) -> Iterator[Finding]:
 
 
 def networks(machine: Machine) -> Iterator[Finding]:
-    """RDMA devices and network interfaces."""
     nics = machine.list_rdma_nics()
     for nic in nics:
         down = "" if "ACTIVE" in nic.state else "its port is down: check cable and subnet manager (ibstat)"
@@ -227,7 +203,6 @@ def networks(machine: Machine) -> Iterator[Finding]:
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
-    """The kernel's limits for a process."""
     has_rdma = bool(machine.list_rdma_nics())
     files = machine.most_open_files()
     yield _judged("limits", "open files (nofile)", f"{files:g}", few_open_files(files))
@@ -245,17 +220,15 @@ def limits(machine: Machine) -> Iterator[Finding]:
 def ports_and_ray(machine: Machine) -> Iterator[Finding]:
     """The dashboard's port, a Ray cluster that runs here, where sockets lie, and the token of this user's runs."""
     port = DASHBOARD_PORT
-    if machine.is_port_free(port):
-        yield Finding("ray", f"port {port} (dashboard)", "free")
-    else:
-        advice = f"a run takes the next free one, {machine.free_port(port)}, and says so"
-        yield Finding("ray", f"port {port} (dashboard)", "taken", Status.note, advice)
-    address = machine.running_ray_cluster()
+    is_free = machine.is_port_free(port)
+    other = "" if is_free else f"a run takes the next free one, {machine.free_port(port)}, and says so"
+    yield _judged("ray", f"port {port} (dashboard)", "free" if is_free else "taken", other, Status.note)
+    address, own = machine.running_ray_cluster(), "a run starts its own"
     if address is None:
-        yield Finding("ray", "running cluster", "none", advice="a run starts its own")
+        yield Finding("ray", "running cluster", "none", advice=own)
     else:
-        advice = "a run starts its own beside it, unless cluster=attached"
-        yield Finding("ray", "running cluster", address, Status.note, advice)
+        beside = f"{own} beside it, unless cluster=attached"
+        yield Finding("ray", "running cluster", address, Status.note, beside)
     try:
         yield Finding("ray", "Unix sockets", f"in {where_sockets_lie()}")
     except ConfigError as error:
@@ -263,7 +236,7 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
         return
     for folder, is_held in private_folders():
         if is_held and folder.token.exists():
-            advice = "open the dashboard (URL in run.log) and paste what this prints: cat " + str(folder.token)
+            advice = f"open the dashboard (URL in run.log) and paste what this prints: cat {folder.token}"
             yield Finding("ray", "a run of yours", str(folder.root), Status.note, advice)
         elif not is_held:
             advice = "left by a run that was killed; the next run removes it"
@@ -271,7 +244,6 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
 
 
 def mooncake_library(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> Finding:
-    """Whether Mooncake's engine loads."""
     trouble = trouble_in_child("from slipstream.weight_sync.transport.mooncake import engine_module; engine_module()")
     if trouble is None:
         return Finding("mooncake", "import", "works")
@@ -286,9 +258,8 @@ def environment_variables(machine: Machine) -> Iterator[Finding]:
     notes = environment.apply(environment.variables(device), dict(os.environ))
     for note in notes:
         name, _, rest = note.partition("=")
-        yield Finding(
-            "environment", name, rest.partition(" ")[0], Status.note, rest.partition("from the environment is ")[2]
-        )
+        advice = rest.partition("from the environment is ")[2]
+        yield Finding("environment", name, rest.partition(" ")[0], Status.note, advice)
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         advice = "unset it: Mooncake over NVLink cannot register memory of expandable segments"
         yield Finding("environment", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", Status.fail, advice)
@@ -301,12 +272,7 @@ def _print_table(findings: list[Finding], failed: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    colors: dict[Status, str] = {
-        Status.ok: "green",
-        Status.note: "cyan",
-        Status.warn: "yellow",
-        Status.fail: "bold red",
-    }
+    colors = {Status.ok: "green", Status.note: "cyan", Status.warn: "yellow", Status.fail: "bold red"}
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("", "what", "found", "advice"):
         table.add_column(title, overflow="fold")
@@ -325,21 +291,18 @@ def _print_table(findings: list[Finding], failed: bool) -> None:
     print(captured.get(), end="")
     count = Counter(finding.status for finding in findings)
     verdict, then = "A run can work here", " Next: slipstream train experiment=quickstart --dry-run"
-    if NO_GPU in findings:
-        verdict, then = "Nothing to repair; no run can work here without a GPU", ""
     if failed:
         verdict, then = f"{count[Status.fail]} to repair before a run can work", ""
+    elif NO_GPU in findings:
+        verdict, then = "Nothing to repair; no run can work here without a GPU", ""
     print(f"\n{verdict}; {count[Status.warn]} warnings.{then}")
 
 
 def _installed_versions() -> dict[str, str]:
-    names = {name for package in PACKAGES for name in package.distributions}
     found: dict[str, str] = {}
-    for name in names:
-        try:
+    for name in (name for package in PACKAGES for name in package.distributions):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -50,10 +50,6 @@ def eval_config(
         run: A run's folder or a model's; None: all options are in `overrides`.
         adapter: An adapter in PEFT's format; None: the one of `checkpoint`, or of a model none.
         checkpoint: newest, best, or a step of `run`; None: newest.
-        overrides: `section.option=value`.
-
-    Raises:
-        ConfigError: There are no such weights, nothing is held out, or an option is of no use.
     """
     for word in overrides:
         if (name := word.partition("=")[0].lstrip("+")) in NO_USE:
@@ -99,7 +95,6 @@ def eval_config(
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether it holds a Hugging Face model and no run."""
     return (path / "config.json").is_file() and not RunFolder(path).config.exists()
 
 
@@ -116,7 +111,6 @@ def _data_of(overrides: Sequence[str]) -> list[str]:
 
 
 def _of_model(config: RunConfig, adapter: Path | None, checkpoint: str | None) -> tuple[RunConfig, str]:
-    """Without a run: an adapter, or the model as it is."""
     if checkpoint is not None:
         raise ConfigError(f"--checkpoint {checkpoint} is of a run; give its folder")
     if adapter is not None:
@@ -168,11 +162,7 @@ def adapter_of(folder: RunFolder, checkpoint: str) -> Path:
 
 
 def checkpoint_of(folder: RunFolder, checkpoint: str) -> Path:
-    """A checkpoint (newest, best or a step), which the run does not remove while this process lives.
-
-    Raises:
-        ConfigError: there is no such checkpoint.
-    """
+    """A checkpoint (newest, best or a step), which the run does not remove while this process lives."""
     named = {step_of(path): path for path in named_checkpoints(folder.checkpoints)}
     if not named and not folder.adapter.is_dir():
         raise ConfigError(
@@ -198,7 +188,6 @@ def checkpoint_of(folder: RunFolder, checkpoint: str) -> Path:
 
 
 def _shape_of(adapter: Path) -> list[str]:
-    """The options that an adapter's file decides."""
     options = options_of(read_stored_adapter(adapter, "--adapter"), "--adapter")
     return [f"trainer.lora.{name}={'null' if value is None else value}" for name, value in options._asdict().items()]
 
@@ -226,7 +215,6 @@ def report_of(config: RunConfig, weights: str, folder: RunFolder) -> JsonObject:
 
 
 def table_of(report: JsonObject) -> str:
-    """For people: a line per set, each figure with its standard error."""
     sets: dict[str, dict[str, dict[str, float | None]]] = report["sets"]
     names = list(next(iter(sets.values())))
     rows = [["set", *(name.replace("pass_at_", "pass@") for name in names)]]

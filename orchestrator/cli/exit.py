@@ -33,12 +33,8 @@ def run_to_an_exit_code(
     received: list[int],
     ended: Callable[[RunFolder], None] = lambda folder: None,
 ) -> int:
-    """Train, and turn every way in which that ends into an exit code.
-
-    Args:
-        received: the signals so far.
-        ended: called with the run's folder when the run has done what it should.
-    """
+    """Train, and turn every way in which that ends into an exit code. `received`: the signals so far; `ended` is called
+    with the run's folder when the run has done what it should."""
     folder: RunFolder | None = None
     try:
         from slipstream.orchestrator.files.run_folder import open_run_folder

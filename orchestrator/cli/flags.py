@@ -55,7 +55,6 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         text: Of texts.py, whose usage line explains the positional words.
-        has_topics: Whether --help takes one.
         words: Name -> type of each positional word, none of which argparse asks for.
     """
 
@@ -144,8 +143,7 @@ def stop() -> Parser:
 
 
 def launch() -> Parser:
-    """Flags of `slipstream launch`; their destinations are the fields of LaunchOptions."""
-    from slipstream.orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions
+    from slipstream.orchestrator.launch.command import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions
 
     parser = Parser(texts.LAUNCH, target=str)
     parser.set_defaults(**_defaults(LaunchOptions))
@@ -186,7 +184,7 @@ def plan() -> Parser:
         ("nvlink", rates.nvlink_bytes_s, "one-sided writes inside a node"),
         ("hbm", rates.hbm_bytes_s, "device memory traffic of packing, merging and hashing"),
     ):
-        flag(f"--{name}-gb-s", positive, "RATE", f"{meaning}; default {rate / 1e9:g}")
+        flag(f"--{name}-gb-s", positive, "RATE", f"{meaning}; default %(default)g", default=rate / 1e9)
     changed = f"share of the elements that change in a step; default {CHANGED:g}, for block-FP8 engines {CHANGED_FP8:g}"
     flag("--changed", float, "F", f"with weight_sync.delta_bytes: {changed}")
     slow = "a trainer rank whose links and memory are FACTOR times slower; may be given again"
@@ -200,7 +198,6 @@ def plan() -> Parser:
 
 
 def push() -> Parser:
-    """Flags of `slipstream push`; their destinations are the fields of PushOptions."""
     from slipstream.orchestrator.push.push_options import DELTA_MIB, PushOptions
 
     parser = Parser(texts.PUSH, checkpoint=Path)
@@ -236,7 +233,6 @@ def push() -> Parser:
 
 
 def parity() -> Parser:
-    """Flags of `slipstream parity`; their destinations are the fields of ParityOptions."""
     from slipstream.orchestrator.parity.command import ParityOptions
 
     parser = Parser(texts.PARITY)
@@ -330,7 +326,6 @@ def drain() -> Parser:
 
 
 def chaos() -> Parser:
-    """Flags of `slipstream chaos`; their destinations are the fields of ChaosOptions."""
     from slipstream.orchestrator.chaos.command import ChaosOptions
 
     parser = Parser(texts.CHAOS, run=Path, victims=str)
@@ -365,12 +360,8 @@ def _defaults(cls: Any) -> dict[str, Any]:
 
 
 def options_of(kind: Callable[..., Options], flags: argparse.Namespace, *beside: str, **others: object) -> Options:
-    """What a command is told, as a dataclass with a field for each flag.
-
-    Args:
-        beside: flags that are no fields.
-        others: values of fields in the place of what the flags say.
-    """
+    """A dataclass with a field for each flag, but for those in `beside`; `others` are values in the place of what flags
+    say."""
     given = {name: value for name, value in vars(flags).items() if name not in ("help", *beside)}
     return kind(**(given | others))
 

@@ -10,11 +10,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code (exit.py).
-
-    Args:
-        argv: Words after `slipstream`; None: those of this process.
-    """
+    """Entry point. Returns the exit code (exit.py)."""
     try:
         from slipstream.orchestrator.cli.commands import carry_out
     except KeyboardInterrupt:

@@ -35,14 +35,7 @@ from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_s
 
 
 def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
-    """Write the merged model.
-
-    Args:
-        checkpoint: newest, best, or a step.
-        output: A folder that is not there yet; None: merged/ in the run's.
-
-    Returns:
-        The folder.
+    """Write the merged model into a folder that is not there yet, or merged/ in the run's. Returns it.
 
     Raises:
         ConfigError: there is no such checkpoint, its base is not there, or the folder is.

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
@@ -24,8 +24,7 @@ from slipstream.orchestrator.signals import wound_down_by_signals
 
 def launch(flags: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.conf.load import load_run_config
-    from slipstream.orchestrator.launch.command import launch as launch_text
-    from slipstream.orchestrator.launch.launch_options import LaunchOptions, Target
+    from slipstream.orchestrator.launch.command import LaunchOptions, Target, launch as launch_text
 
     if flags.target not in list(Target):
         raise ConfigError(f"slipstream launch needs a target, one of {', '.join(Target)}, got {flags.target!r}")
@@ -46,19 +45,19 @@ def launch(flags: argparse.Namespace, overrides: list[str]) -> int:
 def plan(flags: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.conf.load import check_model_reads_overrides, load_run_config
     from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
-    from slipstream.orchestrator.offline import (
-        estimate as plan_command,
-        estimate_report as plan_report,
-        hardware as hardware_of,
-    )
+    from slipstream.orchestrator.offline import estimate_report as plan_report
+    from slipstream.orchestrator.offline.estimate import plan_run
+    from slipstream.orchestrator.offline.hardware import Hardware, parse_slow_ranks
+    from slipstream.weight_sync.prediction.links import LinkRates
 
     config = load_run_config(overrides, flags.config_dir, reads_rows=False)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
-    hardware = hardware_of.Hardware(
-        rates=hardware_of.link_rates(nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s),
+    given = {f"{name}_bytes_s": getattr(flags, f"{name}_gb_s") * 1e9 for name in ("nic", "nvlink", "hbm")}
+    hardware = Hardware(
+        rates=LinkRates(**given),
         changed=flags.changed,
         ranks_per_node=flags.ranks_per_node,
-        slow_ranks=hardware_of.parse_slow_ranks(flags.slow_rank),
+        slow_ranks=parse_slow_ranks(flags.slow_rank),
         layout_cache=flags.layout_cache,
     )
     began_s = time.monotonic()
@@ -68,7 +67,7 @@ def plan(flags: argparse.Namespace, overrides: list[str]) -> int:
 
     gc.disable()  # nothing that a plan makes is in a cycle, and walking its million objects takes 3 of 20 s
     try:
-        report = plan_command.plan_run(config, hardware, say)
+        report = plan_run(config, hardware, say)
         if flags.json:
             print(json.dumps(plan_report.as_plain(report), indent=2))
         else:
@@ -120,7 +119,7 @@ def parity(flags: argparse.Namespace, overrides: list[str]) -> int:
         report = run_parity(options, overrides, say)
         figures, picture = parity_report.write_files(report, options.output)
     if flags.json:
-        print(json.dumps(report.as_plain(), indent=2))
+        print(json.dumps(asdict(report), indent=2))
     else:
         parity_report.print_report(report)
         print(f"\nfigures: {figures}\npicture: {picture}")
@@ -141,7 +140,7 @@ def record(flags: argparse.Namespace, _: list[str]) -> int:
         cache=flags.layout_cache,
         out=flags.out,
     )
-    print(json.dumps(report.as_plain(), indent=2) if flags.json else report.as_text())
+    print(json.dumps(asdict(report), indent=2) if flags.json else report.as_text())
     return EXIT_OK
 
 

@@ -6,13 +6,11 @@ declared, and conf.options lists it.
 
 import shutil
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.options import (
     GROUPS,
-    Choice,
     Option,
     did_you_mean,
     flat_options,
@@ -25,26 +23,18 @@ from slipstream.conf.plural import counted
 
 
 def options(config_dir: Path | None = None) -> str:
-    """Every preset and section, for `slipstream train --help`."""
     return "\n".join([_groups(config_dir), _sections()])
 
 
 def topic(name: str, config_dir: Path | None = None) -> str:
-    """`slipstream train --help NAME`.
-
-    Args:
-        name: `options`, or the name of a section, option or group.
-        config_dir: A folder of the user's own YAML files, whose choices are listed, too.
-
-    Raises:
-        ConfigError: There is no such topic.
-    """
+    """`slipstream train --help NAME`: `options`, or the name of a section, option or group."""
     if name == "options":
         return "\n".join(_section(section, own_only=True) for section in section_docs())
     if name in options_by_name():
         return _option(options_by_name()[name])
     if name in section_docs() or name in GROUPS:
-        parts = [_choices(name, group_choices(name, config_dir))] if name in GROUPS else []
+        choices = [_wrap(choice.doc, f"  {choice.name:<22}") for choice in group_choices(name, config_dir)]
+        parts = ["\n".join([f"{name}=CHOICE", *choices, ""])] if name in GROUPS else []
         parts += [_section(name, own_only=False)] if name in section_docs() else []
         return "\n".join(parts)
     known = ["options", *GROUPS, *section_docs(), *options_by_name()]
@@ -55,10 +45,9 @@ def _groups(config_dir: Path | None) -> str:
     lines = ["groups: presets, chosen with GROUP=CHOICE"]
     for group in GROUPS:
         choices = group_choices(group, config_dir)
-        width = max((len(choice.name) for choice in choices), default=0)
-        for i, choice in enumerate(choices):
-            lead = f"  {group if i == 0 else '':<13}{choice.name:<{width}}  "
-            lines.append(_wrap(choice.doc, lead))
+        longest = max((len(choice.name) for choice in choices), default=0)
+        leads = [f"  {group:<13}", *[" " * 15] * (len(choices) - 1)]
+        lines += [_wrap(one.doc, f"{lead}{one.name:<{longest}}  ") for lead, one in zip(leads, choices, strict=False)]
     return "\n".join([*lines, ""])
 
 
@@ -68,13 +57,6 @@ def _sections() -> str:
         count = sum(option.name.rpartition(".")[0] == section for option in flat_options())
         lines.append(_wrap(f"{doc} ({counted(count, 'option')})", f"  {section:<18}"))
     return "\n".join(lines)
-
-
-def _choices(group: str, choices: Sequence[Choice]) -> str:
-    lines = [f"{group}=CHOICE"]
-    for choice in choices:
-        lines += [_wrap(choice.doc, f"  {choice.name:<22}")]
-    return "\n".join([*lines, ""])
 
 
 def _section(section: str, *, own_only: bool) -> str:
@@ -92,18 +74,10 @@ def _option(option: Option, indent: str = "") -> str:
 
 
 def width() -> int:
-    """Columns that help may take."""
     return max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
 
 
 def _wrap(text: str, lead: str) -> str:
     """Fold `text` behind `lead`, further lines indented by as much."""
-    folded = textwrap.fill(
-        text,
-        width(),
-        initial_indent=lead,
-        subsequent_indent=" " * len(lead),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    return folded or lead.rstrip()  # a preset without a comment is a choice, too
+    folder = textwrap.TextWrapper(width(), lead, " " * len(lead), break_long_words=False, break_on_hyphens=False)
+    return folder.fill(text) or lead.rstrip()  # a preset without a comment is a choice, too

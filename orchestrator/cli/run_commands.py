@@ -8,6 +8,7 @@ Invariant: importing this module loads neither torch, Ray nor vLLM.
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from slipstream.orchestrator.cli.flags import options_of
 
 
 def merge(flags: argparse.Namespace, _: list[str]) -> int:
-    """Write the model that an adapter of the run makes."""
     from slipstream.orchestrator.cli.merge import merge as merge_run
 
     print(f"model: {merge_run(flags.run, flags.checkpoint, flags.output)}")
@@ -35,7 +35,7 @@ def status(flags: argparse.Namespace, _: list[str]) -> int:
     from slipstream.orchestrator.cli import status as status_command
 
     status = status_command.status_of(flags.run)
-    print(json.dumps(status.as_plain(), indent=2) if flags.json else status.as_text())
+    print(json.dumps(asdict(status), indent=2) if flags.json else status.as_text())
     if flags.curves:
         print(f"curves: {status_command.draw(Path(status.run))}", file=sys.stderr)
     return EXIT_OK
@@ -78,7 +78,6 @@ def drain(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def chaos(flags: argparse.Namespace, _: list[str]) -> int:
-    """Harm the run on purpose, and say what it cost."""
     from slipstream.orchestrator.chaos import command as chaos_command
     from slipstream.orchestrator.chaos.harm import AS_BEFORE
 

@@ -34,7 +34,6 @@ AT_ONCE = "checking options and files"
 
 
 def train(flags: argparse.Namespace, overrides: list[str]) -> int:
-    """Train: a run from options. With --help: options or a topic."""
     if flags.help_topic is not None:
         # `train experiment=x --help` and `train --help experiment=x`: the overrides are not a topic.
         if flags.help_topic and "=" not in flags.help_topic:
@@ -50,7 +49,6 @@ def train(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def resume(flags: argparse.Namespace, overrides: list[str]) -> int:
-    """Go on with a run, in its folder or from an object store."""
     is_url = "://" in flags.run
     for word in overrides:
         name = word.partition("=")[0].lstrip("+")
@@ -99,7 +97,6 @@ def _resume_from_store(url: str, overrides: list[str], flags: argparse.Namespace
 
 
 def evaluate(flags: argparse.Namespace, overrides: list[str]) -> int:
-    """`slipstream eval`: a run of no steps, and its table."""
     tell(AT_ONCE)
     from slipstream.orchestrator.cli import evaluate as evaluation
 

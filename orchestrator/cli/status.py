@@ -119,12 +119,7 @@ class Status:
     log: tuple[str, ...]
     """Last warnings and errors of run.log."""
 
-    def as_plain(self) -> JsonObject:
-        """For programs."""
-        return asdict(self)
-
     def as_text(self) -> str:
-        """For people."""
         lines = [("run", self.run), ("state", self.state)]
         if self.error is not None:
             lines.append(("error", self.error))
@@ -188,11 +183,7 @@ class Status:
 
 
 def status_of(run: Path) -> Status:
-    """Read a run's folder.
-
-    Raises:
-        ConfigError: It is no run folder, or its config.yaml is damaged.
-    """
+    """Read a run's folder; a ConfigError where it is none, or its config.yaml is damaged."""
     folder = RunFolder(run.resolve())
     options = saved_options(run)
     num_steps = options.get("run", {}).get("num_steps")
@@ -242,11 +233,7 @@ def status_of(run: Path) -> Status:
 
 
 def draw(run: Path) -> Path:
-    """Draw curves.png of a run that goes on, as its end would. Returns the picture's path.
-
-    Raises:
-        ConfigError: It cannot be written: the folder is another user's.
-    """
+    """Draw curves.png of a run that goes on, as its end would. Returns the picture's path."""
     from slipstream.orchestrator.files.curves import PANELS, draw_curves
 
     folder = RunFolder(run.resolve())

@@ -11,10 +11,11 @@ import os
 from pathlib import Path
 
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.checks.sections import check_expert_parallel_engine_has_gpus, check_transport_fits_device
+from slipstream.conf.checks.sections import why_not_on_device
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, DType, Objective, RemoteMerge, RolloutConfig, RunConfig, TransportKind
+from slipstream.conf.schema.rules import refuse_first
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from slipstream.orchestrator.inputs.object_store import object_store_bytes, route_bytes
@@ -47,8 +48,7 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
     has_engines = config.algorithm.objective is Objective.policy
     processes = counted(trainer.num_ranks, "trainer rank")
     if has_engines:
-        check_expert_parallel_engine_has_gpus(config)
-        check_transport_fits_device(config)
+        refuse_first(why_not_on_device(config))
         processes += f", {_engines(rollout)}"
         processes += f" of {rollout.tp_size} processes each" if rollout.tp_size > 1 else ""
         if rollout.workers_per_gpu > 1:

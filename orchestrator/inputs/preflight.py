@@ -20,13 +20,13 @@ from pathlib import Path
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.checks.model import check_architecture, check_packed_base_reaches_engines
-from slipstream.conf.checks.publish import check_base_is_on_disk
+from slipstream.conf.checks.model import check_architecture, of_base
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.json_files import object_in
 from slipstream.conf.options import did_you_mean
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
+from slipstream.conf.schema.rules import refuse_first
 from slipstream.orchestrator.checkpoints.journal import waits_for
 from slipstream.orchestrator.checkpoints.object_store import ENVIRONMENT, ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
@@ -112,8 +112,7 @@ def check_model(config: RunConfig) -> Fact:
     hf_config = resolve_hf_config(model)
     spec = read_config(hf_config)
     if config.algorithm.objective is Objective.policy:
-        check_packed_base_reaches_engines(config, hf_config)
-        check_base_is_on_disk(config)
+        refuse_first(of_base(config, hf_config))
         _check_cache_holds_a_sequence(config, spec)
         check_engine_needs(hf_config, config.cluster.device)
     check_architecture(config, hf_config)

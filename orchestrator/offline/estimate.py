@@ -13,9 +13,8 @@ Invariant: starts no trainer, engine or Ray, touches no GPU; needs no part of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,13 +26,22 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.schema import Device, Objective, Relay, RemoteMerge, RunConfig, SyncMode, TrainMode
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config, routing_shape
-from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
 from slipstream.orchestrator.offline.hardware import CHANGED, CHANGED_FP8, Hardware
-from slipstream.orchestrator.offline.host_memory import HostMemory, host_memory
-from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
+from slipstream.orchestrator.offline.modes import adapter_slot, compare_modes
+from slipstream.orchestrator.offline.plan_report import (
+    DeltaChoice,
+    HostMemory,
+    ModelFacts,
+    PlanReport,
+    RelayChoice,
+    RemoteMergeChoice,
+    RolloutMemory,
+)
 from slipstream.rollout.errors import EngineError
+from slipstream.rollout.kept_groups import bytes_kept
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
-from slipstream.rollout.layouts.offline_slots import offline_slot
+from slipstream.rollout.types import RoutingShape
+from slipstream.trainer.checkpoint.keeper import num_copies
 from slipstream.trainer.weights.quantization import BlockFp8
 from slipstream.weight_sync.errors import PlanError, WatermarkError
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
@@ -62,75 +70,9 @@ SEEN_NIC_BYTES_S = 44e9
 """What others report of a 400 Gb/s NIC in one-sided writes; 50e9 is its line rate."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the policy is."""
-
-    family: str
-    num_layers: int
-    num_experts: int
-    top_k: int
-    num_parameters: int
-    dtype: str
-    num_bytes: int
-    """Bytes of the whole checkpoint: four-bit experts as they are stored, all else in model.dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutMemory:
-    """Bytes on the fullest engine rank."""
-
-    weights: int
-    """All parameters of its layout; in adapter mode, where that is not recorded, an even share of the checkpoint."""
-    slots: int
-    """Bytes of adapter slots; 0 where adapters are merged."""
-    num_slots: int
-    """RunConfig.num_adapter_slots in adapter mode."""
-
-    @property
-    def formula(self) -> str:
-        """How the bytes are estimated."""
-        if not self.num_slots:
-            return "weights: bytes of all parameters in the recorded layout; a publish stages nothing here"
-        return (
-            "weights: checkpoint / tp_size; what ranks hold alike comes on top; "
-            f"slots: {self.num_slots}, algorithm.max_staleness_steps + 2 (+ 1 with run.eval_beside); a publish stages "
-            "nothing here"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReport:
-    """Everything that the command prints, draws and writes."""
-
-    config: RunConfig
-    hardware: Hardware
-    model: ModelFacts
-    summary: PlanSummary
-    placement: Placement
-    staging: Staging
-    trainer: TrainerMemory
-    rollout: RolloutMemory
-    host: HostMemory
-    prediction: Prediction
-    total_s_by_nic: Mapping[float, float]
-    """The same publish over NICs of other rates, bytes/s -> seconds."""
-    modes: ModeChoice
-    relay: RelayChoice | None
-    """None with weight_sync.relay=none. All else in the report is of a publish that writes to every replica."""
-    delta: DeltaChoice | None
-    """None with weight_sync.delta_bytes=0. All else in the report is of a publish that sends every byte."""
-    remote_merge: RemoteMergeChoice | None
-    """None with weight_sync.remote_merge=none. Likewise."""
-
-
 def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] = logger.info) -> PlanReport:
-    """Plan one publish of a run, and predict its time.
-
-    cluster.device=auto is planned as cuda: the cluster is another machine than this one.
-
-    Args:
-        say: is told what begins now, where it may take long.
+    """Plan one publish of a run, and predict its time. cluster.device=auto is planned as cuda: the cluster is another
+    machine than this one.
 
     Raises:
         ConfigError: an option does not fit the model or the hardware, or the engine's layout cannot be recorded here.
@@ -162,10 +104,10 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
             staging=publish.staging,
             trainer=trainer,
             rollout=_engine_memory(config, model.num_bytes, publish.engine),
-            host=host_memory(config, routing_shape(config, hf_config), trainer, publish.placement.num_trainer_nodes),
+            host=_host_memory(config, routing_shape(config, hf_config), trainer, publish.placement.num_trainer_nodes),
             prediction=prediction,
             total_s_by_nic=publish.total_s_by_nic(prediction),
-            modes=compare_modes(config, hf_config, model.spec, _num_kv_heads(hf_config), hardware, prediction, summary),
+            modes=compare_modes(config, hf_config, model.spec, hardware, prediction, summary),
             relay=publish.relayed() if config.weight_sync.relay is Relay.node else None,
             delta=publish.delta(summary) if config.weight_sync.delta_bytes else None,
             remote_merge=(
@@ -206,7 +148,6 @@ class _Model:
         return sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in tensors)
 
     def trainer(self, spec: ModelSpec) -> PlannedTrainer:
-        """The trainer's ranks with this form of the weights."""
         from slipstream.trainer.delivery.planned_layouts import PlannedTrainer  # here: --help needs no torch
 
         return PlannedTrainer(spec, self.config.model.dtype.value, self.config.trainer)
@@ -230,6 +171,19 @@ def _engine_memory(config: RunConfig, num_bytes: int, engine: Sequence[DestLayou
         return RolloutMemory(fullest, 0, 0)
     num_slots = config.num_adapter_slots
     return RolloutMemory(num_bytes // config.rollout.tp_size, num_slots * fullest, num_slots)
+
+
+def _host_memory(
+    config: RunConfig, routing: RoutingShape | None, trainer: TrainerMemory, num_trainer_nodes: int
+) -> HostMemory:
+    """What a run keeps in the memory of hosts in case a process dies. `trainer`: of the fullest rank."""
+    copies = num_copies(num_trainer_nodes) if config.trainer.max_restarts else 0
+    num_tokens = config.max_response_tokens + (0 if routing is None else config.max_prompt_tokens)
+    num_responses = config.algorithm.groups_per_step * config.algorithm.group_size
+    share = -(-num_responses * num_tokens // config.rollout.least_workers)
+    return HostMemory(
+        copies * (trainer.gradients + trainer.optimizer), copies, *bytes_kept(config.num_versions_kept, share, routing)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +241,9 @@ class _Publish:
             values = CHANGED_FP8 if is_fp8 else CHANGED
         changed = 1 - (1 - values) ** (2 if is_fp8 else 1)  # of elements of two bytes
         stream = (changes.RECORD_BYTES * changed + changes.TILE_BYTES / changes.TILE) / changes.ELEMENT_BYTES
-        room = min(1.0, zone / (stream * max(summary.received_bytes.values())))
-        fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
+        by_element = 1 - self._bytes_of_others(changes.DTYPES) / summary.num_bytes
+        room = min(1.0, zone / (stream * by_element * max(summary.received_bytes.values())))
+        fits = by_element * (room if stream <= 1 / changes.STREAM_SHARE else 0.0)
         share = fits * stream + 1 - fits
         is_kept = is_fp8 or self.config.trainer.mode is TrainMode.full
         found = self.predicted(
@@ -300,6 +255,16 @@ class _Publish:
         host = max(int(table.num_bytes.sum()) for table in self.plan.tasks.values()) if is_kept else 0
         kept_bytes = 0 if is_kept else self.planned.kept_bytes()
         return DeltaChoice(values, num_bytes, found.total_s, kept_bytes, host, zone)
+
+    def _bytes_of_others(self, dtypes: Collection[str]) -> int:
+        """What is sent of parameters in other formats, as scales of FP8, to all engines."""
+        others = {(one.rank, param.name) for one in self.engine for param in one.params if param.dtype not in dtypes}
+        return self.config.rollout.most_workers * sum(
+            size
+            for (replica, rank), written in self.plan.expected.items()
+            for name, size in written.items()
+            if replica == 0 and (rank, name) in others
+        )
 
     def remote_merge(self, summary: PlanSummary) -> RemoteMergeChoice:
         """A and B alone. Each engine rank copies its base to where it merges, over the bus or in its own memory."""
@@ -323,7 +288,6 @@ class _Publish:
 
 
 def _planned_publish(config: RunConfig, model: _Model, hardware: Hardware, say: Callable[[str], None]) -> _Publish:
-    """Both sides' layouts, and the plan between them."""
     trainer, rollout, planned = config.trainer, config.rollout, model.trainer(model.spec)
     if config.weight_sync.mode is SyncMode.adapter:
         staging, sources, engine = _adapter_sides(config, model.hf_config, planned)
@@ -369,19 +333,10 @@ def _merged_sides(
 
 def _adapter_sides(config: RunConfig, hf_config: HfConfig, planned: PlannedTrainer) -> _Sides:
     """The factors alone, into one slot; engines keep the base in whatever form they like."""
-    rollout, sources = config.rollout, planned.adapter_layouts()
-    slot = partial(
-        offline_slot,
-        sources[0].tensors,
-        tp_size=rollout.tp_size,
-        enable_expert_parallel=rollout.enable_expert_parallel,
-        num_kv_heads=_num_kv_heads(hf_config),
-    )
-    return _staging(config, 0), sources, tuple(map(slot, range(rollout.tp_size)))
-
-
-def _num_kv_heads(hf_config: HfConfig) -> int:
-    return int(hf_config.get("num_key_value_heads") or 0)
+    sources = planned.adapter_layouts()
+    ranks = range(config.rollout.tp_size)
+    slots = tuple(adapter_slot(sources[0].tensors, config.rollout, hf_config, rank) for rank in ranks)
+    return _staging(config, 0), sources, slots
 
 
 def _kept_scratch(config: RunConfig) -> int:

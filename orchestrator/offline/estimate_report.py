@@ -18,10 +18,15 @@ from slipstream.conf.schema import SyncMode
 from slipstream.orchestrator.files.outputs import save_picture
 
 if TYPE_CHECKING:
-    from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
-    from slipstream.orchestrator.offline.estimate import PlanReport, RolloutMemory
-    from slipstream.orchestrator.offline.host_memory import HostMemory
     from slipstream.orchestrator.offline.modes import ModeChoice
+    from slipstream.orchestrator.offline.plan_report import (
+        DeltaChoice,
+        HostMemory,
+        PlanReport,
+        RelayChoice,
+        RemoteMergeChoice,
+        RolloutMemory,
+    )
     from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 
 MAX_ROWS = 40
@@ -115,11 +120,7 @@ def print_report(report: PlanReport) -> None:
 
 
 def write_picture(report: PlanReport, folder: Path) -> Path:
-    """Write timeline.png. Returns its path.
-
-    Raises:
-        ConfigError: the folder cannot be written, or matplotlib is missing.
-    """
+    """Write timeline.png. Returns its path; a ConfigError where it cannot be written, or matplotlib is missing."""
     picture = folder / "timeline.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +136,6 @@ _Row = tuple[str, str, str]
 
 
 def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
-    """Title and rows of every table, in the order in which they are printed."""
     rates = report.hardware.rates
     link = (
         f"NIC {rates.nic_bytes_s / 1e9:g}, NVLink {rates.nvlink_bytes_s / 1e9:g}, HBM {rates.hbm_bytes_s / 1e9:g} GB/s"
@@ -361,7 +361,6 @@ def _millions(number: int) -> str:
 
 
 def _gb(num_bytes: float) -> str:
-    """Decimal units."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.2f} {name}"

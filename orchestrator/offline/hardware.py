@@ -4,7 +4,7 @@ Owns: their checks. Does not own: what rates mean (weight_sync/prediction/links.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
@@ -35,19 +35,8 @@ class Hardware:
             raise ConfigError(f"--changed is a share of all elements, in [0, 1], got {self.changed:g}")
 
 
-def link_rates(*, nic_gb_s: float | None, nvlink_gb_s: float | None, hbm_gb_s: float | None) -> LinkRates:
-    """The default rates, with those that the command line gives, in 10^9 bytes/s."""
-    given = {"nic": nic_gb_s, "nvlink": nvlink_gb_s, "hbm": hbm_gb_s}
-    changes = {f"{name}_bytes_s": rate * 1e9 for name, rate in given.items() if rate is not None}
-    return replace(LinkRates(), **changes)
-
-
 def parse_slow_ranks(words: Sequence[str]) -> dict[int, float]:
-    """Slow ranks from the words of the command line. Example: parse_slow_ranks(["3=2.5"]).
-
-    Raises:
-        ConfigError: a word is not RANK=FACTOR, or its factor is below 1.
-    """
+    """Slow ranks from the words of the command line. Example: parse_slow_ranks(["3=2.5"])."""
     slow: dict[int, float] = {}
     for word in words:
         rank, _, factor = word.partition("=")

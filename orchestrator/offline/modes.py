@@ -3,18 +3,20 @@
 Owns: that comparison. Does not own: the predicted publish, or how an engine keeps adapters (rollout/layouts).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.checks.model import check_architecture
-from slipstream.conf.checks.sections import check_adapter_mode_has_an_adapter
+from slipstream.conf.checks.sections import why_no_adapter
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
-from slipstream.conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode
+from slipstream.conf.schema import RolloutConfig, RunConfig, SyncMode
+from slipstream.conf.schema.rules import refuse_first
 from slipstream.orchestrator.offline.hardware import Hardware
 from slipstream.rollout.layouts.offline_slots import offline_slot
 from slipstream.trainer.weights.adapter_names import adapter_tensors
-from slipstream.weight_sync.layout import DestLayout
+from slipstream.weight_sync.layout import DestLayout, TensorMeta
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 from slipstream.weight_sync.prediction.predict import Prediction
 
@@ -48,28 +50,25 @@ class ModeChoice:
 
 
 def adapter_slot(
-    spec: ModelSpec, dtype: DType, lora: LoraConfig, rollout: RolloutConfig, num_kv_heads: int
+    factors: Sequence[TensorMeta], rollout: RolloutConfig, hf_config: HfConfig, rank: int = 0
 ) -> DestLayout:
-    """One adapter slot of an engine's first rank, which has the most experts where they do not divide.
-
-    Raises:
-        EngineError: engines have no slot for one of the adapters.
-    """
+    """One adapter slot of an engine's rank; the first has the most experts where they do not divide. An EngineError
+    where engines have no slot for one of the adapters."""
     return offline_slot(
-        adapter_tensors(spec.checkpoint_tensors(dtype.value), lora),
-        0,
+        factors,
+        rank,
         tp_size=rollout.tp_size,
         enable_expert_parallel=rollout.enable_expert_parallel,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=int(hf_config.get("num_key_value_heads") or 0),
     )
 
 
-def why_no_adapter(config: RunConfig, hf_config: HfConfig) -> str | None:
+def _refusal(config: RunConfig, hf_config: HfConfig) -> str | None:
     """The words with which this run would be refused with weight_sync.mode=adapter; None: it would not be."""
     asked = replace(config.weight_sync, mode=SyncMode.adapter, delta_bytes=0)
     config = replace(config, weight_sync=asked)
     try:
-        check_adapter_mode_has_an_adapter(config)
+        refuse_first(why_no_adapter(config))
         check_architecture(config, hf_config)
     except ConfigError as refused:
         return str(refused)
@@ -80,23 +79,18 @@ def compare_modes(
     config: RunConfig,
     hf_config: HfConfig,
     spec: ModelSpec,
-    num_kv_heads: int,
     hardware: Hardware,
     prediction: Prediction,
     summary: PlanSummary,
 ) -> ModeChoice:
-    """Merged weights as predicted, against the adapter alone, whose seconds are those of the slowest port.
-
-    Where the run publishes adapters, the adapter's figures are what was predicted.
-
-    Raises:
-        EngineError: engines have no slot for one of the adapters.
-    """
+    """Merged weights as predicted, against the adapter alone, whose seconds are those of the slowest port. Where the
+    run publishes adapters, the adapter's figures are what was predicted."""
     trainer, rollout, rates = config.trainer, config.rollout, hardware.rates.without_pause()
-    refused = why_no_adapter(config, hf_config)
+    refused = _refusal(config, hf_config)
     if refused is not None:
         return ModeChoice(prediction.total_s, summary.num_bytes, None, 0, 0, 0.0, refused)
-    slot = adapter_slot(spec, config.model.dtype, trainer.lora, rollout, num_kv_heads)
+    factors = adapter_tensors(spec.checkpoint_tensors(config.model.dtype.value), trainer.lora)
+    slot = adapter_slot(factors, rollout, hf_config)
     slot_bytes = sum(param.num_bytes for param in slot.params)
     loss = hardware.adapter_decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
     if config.weight_sync.mode is SyncMode.adapter:

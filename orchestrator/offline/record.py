@@ -6,7 +6,7 @@ Owns: where the list of checkpoint tensors comes from, and the figures. Does not
 (`rollout.layouts.offline_layout`).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.conf.architecture.families import read_config
@@ -50,11 +50,7 @@ class RecordReport:
     """File of the cache that holds the layouts; empty where it could not be written."""
     was_cached: bool
 
-    def as_plain(self) -> JsonObject:
-        return asdict(self)
-
     def as_text(self) -> str:
-        """For people."""
         lines = [
             f"{self.model}: {self.num_tensors} checkpoint tensors (from {self.tensors_from})",
             f"engine    {self.engine}, tp {self.tp_size}, expert parallel {'on' if self.expert_parallel else 'off'}, "
@@ -81,11 +77,7 @@ def record(
     cache: Path | None = None,
     out: Path | None = None,
 ) -> RecordReport:
-    """Record, or take from the cache, the layouts of one engine.
-
-    Raises:
-        ConfigError: The model or a flag is wrong, or the engine cannot build it.
-    """
+    """Record, or take from the cache, the layouts of one engine."""
     if out is not None:
         check_can_write(out, f"--out={out}")
     if dtype not in list(DType):

@@ -22,7 +22,7 @@ Invariant: pure. The same tensors give the same answer, on any machine.
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,21 +80,25 @@ class Difference:
 
     @property
     def layer(self) -> int | None:
-        """The number of the operation's layer; None: it is outside of them."""
         found = LAYER.match(self.operation)
         return int(found[1]) if found else None
 
     @property
     def kind(self) -> str:
         """The operation without its layer."""
-        found = LAYER.match(self.operation)
-        return found[2] if found else self.operation
+        return LAYER.sub(r"\2", self.operation)
 
     @property
     def tensor_kind(self) -> str:
-        """The tensor without its layer."""
-        found = LAYER.match(self.tensor)
-        return found[2] if found else self.tensor
+        return LAYER.sub(r"\2", self.tensor)
+
+
+def grouped(differences: Iterable[Difference], kind: Callable[[Difference], str]) -> dict[str, list[Difference]]:
+    """Those of each kind, in the order in which kinds come."""
+    groups: dict[str, list[Difference]] = {}
+    for found in differences:
+        groups.setdefault(kind(found), []).append(found)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +123,11 @@ class Parting:
 
     @property
     def cause(self) -> str:
-        """What usually makes this operation differ."""
         return next((text for end, text in CAUSES.items() if self.kind.endswith(end)), "its weights or its numerics")
 
 
 def difference(operation: str, tensor: str, reference: Tensor, other: Tensor) -> Difference:
-    """Compare one tensor [tokens, width].
-
-    Args:
-        reference, other: The two results; the coarser of their formats decides what rounding may do.
-    """
+    """Compare one tensor [tokens, width] of both sides; the coarser of their formats decides what rounding may do."""
     wide, mine = reference.double(), other.double()
     delta = mine - wide
     size = float(wide.square().mean().sqrt())
@@ -150,11 +149,7 @@ def difference(operation: str, tensor: str, reference: Tensor, other: Tensor) ->
 
 
 def routing_difference(operation: str, reference: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Difference:
-    """Compare a router's choices, whatever order each side names them in.
-
-    Args:
-        reference, other: weights [tokens, K] and ids [tokens, K] of each side.
-    """
+    """Compare a router's weights and ids, [tokens, K] each, whatever order each side names them in."""
     num_experts = 1 + int(max(ids.max() for _, ids in (reference, other)))
     dense = [
         weights.new_zeros(ids.shape[0], num_experts, dtype=torch.float64).scatter(1, ids.long(), weights.double())
@@ -172,15 +167,9 @@ def routing_difference(operation: str, reference: tuple[Tensor, Tensor], other: 
 
 
 def against(differences: Sequence[Difference], usual: Mapping[str, float] | None = None) -> list[Difference]:
-    """The same differences, held against those of other layers and, where given, of an earlier comparison.
-
-    Args:
-        differences: Of all operations of one comparison.
-        usual: `relative` by tensor.
-    """
-    by_kind: dict[str, list[Difference]] = {}
-    for found in differences:
-        by_kind.setdefault(found.tensor_kind, []).append(found)
+    """The same differences of one comparison, held against those of other layers and, where given, of an earlier
+    comparison: `relative` by tensor."""
+    by_kind = grouped(differences, lambda found: found.tensor_kind)
     held: list[Difference] = []
     for found in differences:
         floor, excess = SEEN * found.limit, found.excess
@@ -195,11 +184,8 @@ def against(differences: Sequence[Difference], usual: Mapping[str, float] | None
 
 def partings(differences: Sequence[Difference]) -> list[Parting]:
     """The kinds of operations with a difference beyond rounding, the furthest beyond first."""
-    by_kind: dict[str, list[Difference]] = {}
-    for found in differences:
-        by_kind.setdefault(found.kind, []).append(found)
     parted: list[Parting] = []
-    for kind, members in by_kind.items():
+    for kind, members in grouped(differences, lambda found: found.kind).items():
         beyond = [found for found in members if found.excess > 1]
         if beyond:
             layers = sorted({found.layer for found in beyond if found.layer is not None})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.files.outputs import save_picture, write_output
 
 if TYPE_CHECKING:
-    from slipstream.orchestrator.parity.compare import Difference
     from slipstream.orchestrator.parity.measure import ParityReport
 
 FLOOR = "engine, engine prefill"
@@ -31,7 +31,7 @@ def write_files(report: ParityReport, folder: Path) -> tuple[Path, Path]:
     """
     figures, picture = folder / "parity.json", folder / "parity.png"
     try:
-        write_output(figures, json.dumps(report.as_plain(), indent=2) + "\n")
+        write_output(figures, json.dumps(asdict(report), indent=2) + "\n")
         _draw(report, picture)
     except OSError as error:
         raise ConfigError(f"--output={folder} cannot be written: {error}") from error
@@ -59,6 +59,8 @@ def print_report(report: ParityReport) -> None:
 
 
 def _tables(report: ParityReport) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    from slipstream.orchestrator.parity.compare import grouped  # with torch, which --help does not need
+
     floor = report.matrix[FLOOR]["k3_mean"]
     rows = [
         (
@@ -76,9 +78,7 @@ def _tables(report: ParityReport) -> Iterator[tuple[str, tuple[str, ...], list[t
         f"entropy {report.entropy:.2f} nats"
     )
     yield title, ("sampler, other", "k3", "x floor", "p99", "max |d|", "|dp|"), rows
-    kinds: dict[str, list[Difference]] = {}
-    for found in report.differences:
-        kinds.setdefault(found.kind, []).append(found)
+    kinds = grouped(report.differences, lambda found: found.kind)
     worst = [(kind, max(members, key=lambda found: found.excess)) for kind, members in kinds.items()]
     yield (
         "Each operation alone, on the engine's inputs (its worst layer)",

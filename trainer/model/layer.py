@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
-from slipstream.conf.architecture.delta_net_spec import DeltaNetSpec
+from slipstream.conf.architecture.attention_spec import DeltaNetSpec, GqaSpec, MlaSpec
 from slipstream.trainer.model.attention.delta_net import GatedDeltaNet
 from slipstream.trainer.model.attention.flash_attention import KeptAttention
 from slipstream.trainer.model.attention.grouped_queries import GroupedQueryAttention

@@ -10,7 +10,8 @@ from slipstream.conf.schema import LoraConfig, RunConfig
 
 QUICK = ["experiment=quickstart"]
 ADAPTER = [*QUICK, "model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter"]
-BESIDE = "run.eval_beside=true"
+BESIDE, OPEN = "run.eval_beside=true", "rollout.max_num_seqs=null"
+ONE_GPU, GPUS = "experiment=quickstart_one_gpu", "experiment=quickstart_gpu"
 AGENT = ["rollout.agent=a.py:f", "rollout.episodes.max_turns=3", "rollout.sampling.max_tokens=5"]
 Of = Callable[[RunConfig], Any]
 CASES: dict[str, tuple[Of, list[tuple[list[str], Any]]]] = {
@@ -55,9 +56,32 @@ CASES: dict[str, tuple[Of, list[tuple[list[str], Any]]]] = {
         lambda config: config.engine_num_seqs,
         [
             # 192 for training (16 groups of 24 on two engines), and a quarter more: 240, which has a graph
-            ([BESIDE, "rollout.max_num_seqs=null"], 240),
-            (["rollout.max_num_seqs=null"], 192),
+            ([BESIDE, OPEN], 240),
+            ([OPEN], 192),
+            ([OPEN, "algorithm.max_staleness_steps=1"], 192),  # rollout.max_concurrent_groups=16
+            ([OPEN, "algorithm.max_staleness_steps=1", "rollout.max_concurrent_groups=64"], 384),
+            ([OPEN, "rollout.num_workers=3"], 144),
+            ([OPEN, "algorithm.group_size=5", "rollout.num_workers=1"], 80),
+            ([OPEN, "algorithm.group_size=400"], 1024),
+            ([OPEN, "algorithm.group_size=400", "rollout.max_num_batched_tokens=512"], 512),
+            (["rollout.max_num_seqs=7"], 7),
         ],
+    ),
+    "GPUs of a rank, of a worker": (  # Ray counts ten-thousandths
+        lambda config: (config.gpus_of_rank, config.gpus_of_worker),
+        [
+            ([ONE_GPU, "rollout.num_workers=1"], (0.5, 0.5)),
+            ([ONE_GPU, "rollout.num_workers=6"], (0.1428, 0.1428)),
+            ([GPUS, "rollout.tp_size=2"], (1.0, 2.0)),
+            *(
+                ([GPUS, f"rollout.num_workers={2 * per_gpu}", f"rollout.workers_per_gpu={per_gpu}"], (1.0, share))
+                for per_gpu, share in ((2, 0.5), (3, 0.3333), (7, 0.1428))
+            ),
+        ],
+    ),
+    "GPUs of engines": (
+        lambda config: config.rollout.num_gpus,
+        [([GPUS, "rollout.num_workers=6", "rollout.workers_per_gpu=3"], 2)],
     ),
     "rounds merged weights by a seed": (
         lambda config: (config.rounding_seed, config.loses_updates),

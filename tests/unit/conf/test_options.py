@@ -4,6 +4,7 @@ import json
 
 from bench.make_letters import FOLDER, LETTERS, make_splits
 from slipstream.conf.options import CONF_DIR, GROUPS, group_choices, nearest, options_by_name, section_docs, show
+from slipstream.conf.plural import counted
 
 
 def test_options_say_type_default_and_choices() -> None:
@@ -21,6 +22,10 @@ def test_every_group_folder_is_listed_and_every_choice_described() -> None:
     folders = {path.name for path in CONF_DIR.iterdir() if path.is_dir() and list(path.glob("*.yaml"))}
     assert folders == set(GROUPS)
     assert not [choice for group in GROUPS for choice in group_choices(group) if len(choice.doc) < 10]
+
+
+def test_numbers_come_with_their_nouns() -> None:
+    assert [counted(*one) for one in ((1, "rank"), (2, "rank"), (0, "process"))] == ["1 rank", "2 ranks", "0 processes"]
 
 
 def test_nearest_finds_typing_mistakes_and_forgotten_sections() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.conf.architecture.delta_net_spec import DeltaNetSpec
+from slipstream.conf.architecture.attention_spec import DeltaNetSpec
 from slipstream.conf.schema import Rounding
 from slipstream.trainer.kernels import delta_rule
 from slipstream.trainer.model.attention.part import Attention

@@ -1,7 +1,6 @@
 """Help of the command line: complete, true and quick."""
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,9 @@ from fakes.command import run_python
 
 from slipstream.conf.load import load_run_config
 from slipstream.conf.options import GROUPS, flat_options, group_choices, section_docs
-from slipstream.orchestrator.cli import flags as cli_flags
 from slipstream.orchestrator.cli.commands import COMMANDS
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.cli.start_commands import AT_ONCE
-from slipstream.orchestrator.push.push_options import PushOptions
 
 pytestmark = pytest.mark.usefixtures("somewhere_else")
 
@@ -94,17 +91,6 @@ def test_examples_of_help_compose(capsys: pytest.CaptureFixture[str]) -> None:
         load_run_config([word for word in words if re.match(r"[a-z_.]+=", word)])
 
 
-def test_defaults_of_push_are_declared_once_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    options = PushOptions(checkpoint=Path("m"), start=1)
-    flags = vars(cli_flags.push().parse_args(["m", "--start", "1"]))
-    given = {name: value for name, value in asdict(options).items() if name not in ("to", "serve_words")}
-    assert {name: flags[name] for name in given} == given
-    assert main(["push", "--help"]) == 0
-    shown = capsys.readouterr().out
-    for name in ("tp_size", "num_threads", "watermark_mib", "timeout_s", "start_timeout_s", "log_dir"):
-        assert re.search(rf"default {given[name]:g}\n" if name != "log_dir" else "default push-logs\n", shown), name
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_of_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
@@ -156,3 +142,25 @@ def test_help_loads_neither_hydra_nor_numpy() -> None:
     )
     done = run_python(code)
     assert done.returncode == 0, done.stderr
+
+
+SAYS_WHEN_HYDRA_COMES = """
+import sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "hydra":
+            print("hydra is imported", file=sys.stderr)
+
+sys.meta_path.insert(0, Finder())
+from slipstream.orchestrator.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("words", [["train"], ["resume", "RUN"], ["eval", "RUN"]])
+def test_a_command_answers_before_options_are_read(words: list[str], tmp_path: Path) -> None:
+    """Which takes seconds on a busy machine."""
+    (tmp_path / "config.yaml").write_text("run: {num_steps: 9}")
+    words = [word.replace("RUN", str(tmp_path)) for word in words]
+    done = run_python(SAYS_WHEN_HYDRA_COMES, *words, "run.num_steps=none")
+    assert (done.returncode, done.stderr.splitlines()[:2]) == (2, [AT_ONCE, "hydra is imported"])

@@ -60,25 +60,17 @@ def old_run(tmp_path: Path) -> Path:
 def test_run_to_resume_is_damaged(refuse: Refuse, old_run: Path) -> None:
     (old_run / "trainer" / "rank-0.safetensors").write_bytes(bytes(99) + b"x")
     message = refuse("run.resume=old")
-    assert "run.resume=old holds no whole checkpoint" in message
+    assert "run.resume=old holds no whole checkpoint" in message and "start a new run instead" in message
     assert "step-000003 is damaged: trainer/rank-0.safetensors" in message
-    assert "start a new run instead" in message
+    for manifest in ("", "[]", "{}"):
+        (old_run / "manifest.json").write_text(manifest)
+        assert "step-000003" in refuse("run.resume=old")
 
 
-@pytest.mark.parametrize("manifest", ["", "[]", "{}"])
-def test_run_to_resume_has_a_manifest_that_is_none(refuse: Refuse, old_run: Path, manifest: str) -> None:
-    (old_run / "manifest.json").write_text(manifest)
-    assert "step-000003" in refuse("run.resume=old")
-
-
-def test_run_to_resume_had_other_options(refuse: Refuse, old_run: Path) -> None:
+def test_run_to_resume_had_other_options(refuse: Refuse, old_run: Path, tmp_path: Path) -> None:
     message = refuse("run.resume=old", "trainer.lora.rank=8")
     assert "trainer.lora.rank: 16 there, 8 now" in message and "moved" not in message
-
-
-def test_run_to_resume_had_its_data_elsewhere(refuse: Refuse, old_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "answer": "a"}) + "\n")
-    message = refuse("run.resume=old", "data.path=prompts.jsonl")
+    message = refuse("run.resume=old", f"data.path={rows_of(tmp_path / 'prompts.jsonl', 'a')}")
     assert "use the same ones to resume; put a file or folder that has moved, or a link to it, where it was" in message
 
 
@@ -111,29 +103,31 @@ def test_run_to_resume_had_other_rows(refuse: Refuse, order: str, tmp_path: Path
     assert "a.jsonl have changed, or become other tokens; resume with the rows that the run began with" in message
 
 
+NOTHING_LEFT = "run.num_steps=3: nothing is left to train; raise run.num_steps to go on"
+
+
 def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
-    message = refuse("run.resume=old", "run.num_steps=2")
-    assert "has done 3 steps, and run.num_steps=2: nothing is left to train; raise run.num_steps" in message
+    assert "has done 3 steps, and run.num_steps=2: nothing is left" in refuse("run.resume=old", "run.num_steps=2")
     (old_run.parent.parent / "adapter").mkdir()
-    message = refuse("run.resume=old", "run.num_steps=3")
-    assert "has done 3 steps, and run.num_steps=3: nothing is left to train; raise run.num_steps" in message
+    assert NOTHING_LEFT in refuse("run.resume=old", "run.num_steps=3")
 
 
 def test_run_to_resume_has_failed_after_its_last_step(refuse: Refuse, old_run: Path) -> None:
     run = old_run.parent.parent
     with pytest.raises(TrainingStopped), alive(run):
         raise TrainingStopped("the agent failed in every episode")
-    message = refuse("run.resume=old", "run.num_steps=3")
-    assert (
-        "run.num_steps=3: nothing is left to train; raise run.num_steps to go on, or start again with slipstream train"
-        in message
-    )
+    said = refuse("run.resume=old", "run.num_steps=3")
+    assert f"{NOTHING_LEFT}, or start again with slipstream train" in said
     assert state_of(RunFolder(run), 3, 3) == ("failed", "TrainingStopped: the agent failed in every episode")
 
 
+@pytest.fixture
+def folder(old_run: Path) -> RunFolder:
+    return RunFolder(old_run.parent.parent)
+
+
 @pytest.mark.parametrize("exported", ["adapter", "merged"])
-def test_a_run_that_exported_what_it_trained_has_nothing_left(exported: str, old_run: Path) -> None:
-    folder = RunFolder(old_run.parent.parent)
+def test_a_run_that_exported_what_it_trained_has_nothing_left(exported: str, folder: RunFolder) -> None:
     assert not has_nothing_left(folder, 3) and has_nothing_left(folder, 2)
     getattr(folder, exported).mkdir()
     assert has_nothing_left(folder, 3) and not has_nothing_left(folder, 4)
@@ -151,9 +145,8 @@ def test_a_run_that_exported_what_it_trained_has_nothing_left(exported: str, old
     ],
 )
 def test_a_run_of_all_steps_is_resumed_for_its_export_alone(
-    error: BaseException, num_steps: int, is_over: bool, old_run: Path
+    error: BaseException, num_steps: int, is_over: bool, folder: RunFolder
 ) -> None:
-    folder = RunFolder(old_run.parent.parent)
     assert not has_nothing_left(folder, 3), "it was killed"
     folder.adapter.mkdir()  # of an earlier part of the run
     with pytest.raises(type(error)), alive(folder.root):
@@ -162,8 +155,7 @@ def test_a_run_of_all_steps_is_resumed_for_its_export_alone(
     assert has_nothing_left(folder, num_steps) == is_over
 
 
-def test_a_run_that_has_finished_has_nothing_left_as_long_as_its_export_is_there(old_run: Path) -> None:
-    folder = RunFolder(old_run.parent.parent)
+def test_a_run_that_has_finished_has_nothing_left_as_long_as_its_export_is_there(folder: RunFolder) -> None:
     with alive(folder.root):
         folder.adapter.mkdir()
     assert has_nothing_left(folder, 3) and state_of(folder, 3, 3) == ("finished", None)
@@ -171,8 +163,7 @@ def test_a_run_that_has_finished_has_nothing_left_as_long_as_its_export_is_there
     assert not has_nothing_left(folder, 3)
 
 
-def test_a_run_that_was_stopped_is_not_finished_by_an_earlier_export(old_run: Path) -> None:
-    folder = RunFolder(old_run.parent.parent)
+def test_a_run_that_was_stopped_is_not_finished_by_an_earlier_export(folder: RunFolder) -> None:
     folder.adapter.mkdir()
     with pytest.raises(KeyboardInterrupt), alive(folder.root):
         raise KeyboardInterrupt

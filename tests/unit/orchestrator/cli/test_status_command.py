@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,24 +30,31 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def write(file: Path, *rows: Mapping[str, object]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_rows(run: Path, num_steps: int) -> None:
-    with (run / "metrics.jsonl").open("w") as file:
-        for step in range(num_steps + 1):
-            row = dict.fromkeys(METRICS) | {"step": step, "step/total_s": 60.0 if step == 1 else 2.0}
-            row |= {"reward/mean": step / 100 if step else None, "rollout/replicas_serving": 2 if step else None}
-            row |= {"reward/failures": 1 if step else None}
-            file.write(json.dumps(row) + "\n")
+    steps = range(num_steps + 1)
+    rows = [dict.fromkeys(METRICS) | {"step": step, "step/total_s": 60.0 if step == 1 else 2.0} for step in steps]
+    for row, step in zip(rows[1:], steps[1:], strict=True):
+        row |= {"reward/mean": step / 100, "rollout/replicas_serving": 2, "reward/failures": 1}
+    write(run / "metrics.jsonl", *rows)
+    with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99')  # being written
-    evaluated = [{"step": step, "eval/reward": step / 200} for step in range(0, num_steps + 1, 20)]
-    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluated))
+    write(run / "evaluations.jsonl", *({"step": step, "eval/reward": step / 200} for step in steps[::20]))
+
+
+def save(run: Path, step: int, *, is_whole: bool = True) -> None:
+    (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    if is_whole:
+        (run / "checkpoints" / f"step-{step:06d}" / "manifest.json").write_text("{}")
 
 
 def test_before_the_first_row(run: Path) -> None:
     status = status_of(run)
-    assert (status.state, status.step, status.num_steps, status.recent, status.checkpoint) == (
-        "stopped", None, 110, {}, None,
-    )  # fmt: skip
-    assert "none of 110 yet" in status.as_text()
+    assert (status.state, status.step, status.num_steps, status.recent) == ("stopped", None, 110, {})
+    assert status.checkpoint is None and "none of 110 yet" in status.as_text()
 
 
 def test_parts_of_a_run_ran_with_what_is_named(run: Path) -> None:
@@ -99,18 +107,15 @@ def test_what_the_last_start_took_is_shown(run: Path) -> None:
         span = {"who": start, "what": what, "from_s": 0.0, "to_s": 30.0}
         return {"start": start, "total_s": 30.0, "spans": [span]}
 
-    rows = [row("run", "before the resume"), row("run", "Ray"), row("rollout-1.1", "importing vLLM")]
-    (run / "startup.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"start": ')
+    write(run / "startup.jsonl", row("run", "before the resume"), row("run", "Ray"), row("rollout-1.1", "vLLM"))
     text = status_of(run).as_text()
-    assert "start-up, 30.0 s: Ray 30.0" in text
-    assert "before the resume" not in text
+    assert "start-up, 30.0 s: Ray 30.0" in text and "before the resume" not in text
 
 
 def test_a_run_that_goes_on(run: Path) -> None:
     write_rows(run, 50)
-    for step in (50, 60):
-        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    (run / "checkpoints" / "step-000050" / "manifest.json").write_text("{}")
+    save(run, 50)
+    save(run, 60, is_whole=False)
     (run / "run.log").write_text(
         "2026-01-31 12:00:00,000 I [step 1 v1] slipstream.orchestrator.run: fine\n"
         "2026-01-31 12:00:01,000 W [step 2 v2] orchestrator.supervisor: rollout-0 is out of service\n"
@@ -140,47 +145,38 @@ def test_what_deaths_would_cost(run: Path) -> None:
     with alive(run):
         assert "machine lost" in status_of(run).as_text() and status_of(run).loss_steps == 50
         assert re.search(r"trainer rank lost +ends the run", status_of(run).as_text())
-    row = dict.fromkeys(METRICS) | {"step": 51, "step/total_s": 2.0, "trainer/unkept_steps": 1}
-    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    (run / "checkpoints" / "step-000050").mkdir(parents=True)
-    (run / "checkpoints" / "step-000050" / "manifest.json").write_text("{}")
+    write(run / "metrics.jsonl", {"step": 51, "step/total_s": 2.0, "trainer/unkept_steps": 1})
+    save(run, 50)
     with alive(run):
         text = status_of(run).as_text()
     assert re.search(r"machine lost +costs 1 finished step\n", text)
     assert re.search(r"trainer rank lost +costs at most 1 finished step", text)
     sent = {"url": "s3://bucket/run", "step": 40, "problem": "no network"}
-    (run / "checkpoints" / "remote.json").write_text(json.dumps(sent))
+    write(run / "checkpoints" / "remote.json", sent)
     status = status_of(run)
     assert (status.checkpoint, status.loss_steps, status.remote) == (50, 11, sent)
     assert re.search(r"step 50; step 40 in s3://bucket/run \(the last try: no network\)", status.as_text())
     assert "trainer rank lost" not in status.as_text(), "the run has ended"
-    assert "best checkpoint" not in status.as_text()
 
 
 def test_the_best_checkpoint_is_shown_with_its_figure(run: Path) -> None:
     folder = run / "checkpoints"
-    (folder / "step-000040").mkdir(parents=True)
+    save(run, 40, is_whole=False)
     best = {"metric": "eval/reward", "value": 0.62, "step": 40, "since": 0, "held_out": {}}
-    (folder / "best.json").write_text(json.dumps(best))
-    assert "best checkpoint" not in status_of(run).as_text(), (
-        "it was removed when the run went on without run.keep_best"
-    )
+    write(folder / "best.json", best)
+    assert "best checkpoint" not in status_of(run).as_text(), "removed when the run went on without run.keep_best"
     (folder / "best").symlink_to("step-000040")
     status = status_of(run)
     assert status.best == {"metric": "eval/reward", "value": 0.62, "step": 40}
     assert re.search(r"best checkpoint +step 40, with eval/reward 0.62\n", status.as_text() + "\n")
-    (folder / "best.json").write_text(json.dumps(best | {"value": None}))
+    write(folder / "best.json", best | {"value": None})
     assert "step 40, with another figure than the run's now" in status_of(run).as_text()
 
 
 def test_goodput_is_of_the_whole_run_with_its_starts(run: Path) -> None:
-    rows = [
-        dict.fromkeys(METRICS)
-        | {"step": step, "step/total_s": 2.0, "step/gpus": 4.0, "step/between_s": 0.0, "trainer/num_tokens": 100}
-        for step in range(1, 11)
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run / "startup.jsonl").write_text(json.dumps({"start": "run", "total_s": 5.0, "spans": []}) + "\n")
+    row = {"step/total_s": 2.0, "step/gpus": 4.0, "step/between_s": 0.0, "trainer/num_tokens": 100}
+    write(run / "metrics.jsonl", *(dict.fromkeys(METRICS) | row | {"step": step} for step in range(1, 11)))
+    write(run / "startup.jsonl", {"start": "run", "total_s": 5.0, "spans": []})
     status = status_of(run)
     assert status.goodput["share"] == pytest.approx(0.8)
     assert re.search(r"goodput +80.0% of 0.03 process-hours\n  start +20.0%", status.as_text())
@@ -192,24 +188,21 @@ def test_a_run_that_is_over(run: Path) -> None:
     write_rows(run, 110)
     assert status_of(run).state == "stopped", "nothing was exported"
     (run / "adapter").mkdir()
-    status = status_of(run)
-    assert (status.state, status.left_s) == ("finished", None)
+    assert (status_of(run).state, status_of(run).left_s) == ("finished", None)
 
 
 def test_a_run_that_failed_says_why(run: Path) -> None:
-    write_rows(run, 20)
     with contextlib.suppress(NoReplicasLeft), alive(run):
         raise NoReplicasLeft("every worker is gone")
-    status = status_of(run)
-    assert (status.state, status.error) == ("failed", "NoReplicasLeft: every worker is gone")
-    assert re.search(r"^state +failed\nerror +NoReplicasLeft: every worker is gone$", status.as_text(), re.MULTILINE)
+    text = status_of(run).as_text()
+    assert re.search(r"^state +failed\nerror +NoReplicasLeft: every worker is gone$", text, re.MULTILINE)
 
 
 def test_reward_parts_length_and_truncation_are_shown(run: Path) -> None:
     row = {"step": 1, "reward/mean": 0.75, "reward/right_mean": 0.5, "reward/short_mean": 0.25, "step/total_s": 1.0}
     row |= {"rollout/response_tokens_mean": 40.5, "rollout/truncated_fraction": 0.5, "reward/no_spread_fraction": 1.0}
     row |= {"rollout/replicas_serving": 1, "distill/kl_mean": 1.25}
-    (run / "metrics.jsonl").write_text(json.dumps({**row, "step": 0}) + "\n" + json.dumps(row) + "\n")
+    write(run / "metrics.jsonl", row | {"step": 0}, row)
     shown = [re.split(r"  +", line.strip()) for line in status_of(run).as_text().splitlines()]
     at = shown.index(["reward", "0.750"])
     assert shown[at + 1 : at + 3] == [["right", "0.500"], ["short", "0.250"]]
@@ -222,12 +215,11 @@ def test_reward_parts_length_and_truncation_are_shown(run: Path) -> None:
 
 
 def test_rewards_that_failed_are_told_with_of_how_many(run: Path) -> None:
-    rows = [
-        {"step": 0, "eval/failures": 1, "eval/rollouts": 20, "rollout/replicas_serving": 1},
-        {"step": 1, "reward/failures": 3, "reward/rollouts": 64, "step/total_s": 1.0, "rollout/replicas_serving": 1},
-        {"step": 2, "reward/failures": 0, "reward/rollouts": 64, "step/total_s": 1.0, "rollout/replicas_serving": 1},
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    failures = (
+        {"eval/failures": 1, "eval/rollouts": 20},
+        *({"reward/failures": n, "reward/rollouts": 64} for n in (3, 0)),
+    )
+    write(run / "metrics.jsonl", *(row | {"step": step, "step/total_s": 1.0} for step, row in enumerate(failures)))
     text = status_of(run).as_text()
     assert re.search(r"^rewards that failed +3 of 128$", text, re.MULTILINE)
     assert re.search(r"^held-out rewards that failed +1 of 20$", text, re.MULTILINE)
@@ -236,7 +228,7 @@ def test_rewards_that_failed_are_told_with_of_how_many(run: Path) -> None:
 def test_each_held_out_set_of_the_newest_evaluation_is_shown(run: Path) -> None:
     rows = [{"step": step, "eval/reward": 0.5, "eval/aime/reward": 0.25} for step in (0, 9)]
     rows[1]["eval/aime/pass_at_1"] = 1.0
-    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(run / "evaluations.jsonl", *rows)
     shown = [line for line in status_of(run).as_text().splitlines() if line.startswith("held-out")]
     assert [re.split(r"  +", line) for line in shown] == [
         ["held-out reward at step 0", "0.5"],
@@ -291,5 +283,4 @@ def test_a_damaged_description_is_one_message(
     (tmp_path / "config.yaml").write_bytes(saved)
     assert main(["status", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
+    assert said in err and err.count("\n") == 1

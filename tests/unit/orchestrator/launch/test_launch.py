@@ -19,8 +19,7 @@ from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.cli.main import main
-from slipstream.orchestrator.launch.command import Shape, launch, shape_of
-from slipstream.orchestrator.launch.launch_options import LaunchOptions, Target
+from slipstream.orchestrator.launch.command import LaunchOptions, Shape, Target, launch, shape_of
 
 SCHEMAS = Path(__file__).parents[3] / "cases" / "launch_schemas"
 RECIPES = ("qwen3_30b_a3b_2gpu", "qwen3_30b_a3b_2h200", "qwen3_30b_a3b_8gpu", "kimi_k2_thinking_32gpu")

@@ -202,34 +202,6 @@ def test_an_engine_that_is_not_there_ends_with_code_1(checkpoint: Path, capsys: 
     assert "Traceback" not in shown
 
 
-def test_help_teaches_and_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("push", "record"):
-        assert main([command, "--help"]) == 0
-        assert main([command]) == 0
-        shown = capsys.readouterr().out
-        assert f"usage: slipstream {command}" in shown
-        assert main(["--help"]) == 0
-        assert command in capsys.readouterr().out
-    flags = (
-        *("--start", "--to", "--tp", "--expert-parallel", "--dtype", "--host", "--port", "--ranks", "--threads"),
-        *(
-            "--base",
-            "--delta-mib",
-            "--transport",
-            "--watermark-mib",
-            "--timeout-s",
-            "--start-timeout-s",
-            "--log-dir",
-            "--once",
-            "--json",
-        ),
-    )
-    assert main(["push", "--help"]) == 0
-    shown = capsys.readouterr().out
-    for flag in flags:
-        assert f"\n  {flag}" in shown
-
-
 def test_a_server_starts_with_dummy_weights_our_backend_and_the_users_words_last(checkpoint: Path) -> None:
     from slipstream.conf.schema import Device
 

@@ -146,16 +146,3 @@ def test_an_engine_that_cannot_finish_or_did_not_commit_costs_itself_alone(push:
     assert report.engines == {"a": "a cannot be reached", "b": "rank 0: LinkBroke: x", "c": ""}
     with pytest.raises(PushError, match="2 of 3 engines do not serve the checkpoint: a, b; push again"):
         check_all_serve(report)
-
-
-def test_progress_is_said_when_it_changes_and_now_and_then(push: Push, capsys: pytest.CaptureFixture[str]) -> None:
-    def said() -> list[str]:
-        return [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()]
-
-    push.run()
-    assert said() == ["readers start"]
-    push._ranks[0].num_bytes_read = 2_000_000_000
-    for ago_s in (0, 0, 40, 0):
-        push._began -= ago_s
-        push._say(0)
-    assert said() == ["read 2.00 GB"] * 2

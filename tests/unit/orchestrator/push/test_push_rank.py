@@ -16,8 +16,6 @@ from slipstream.orchestrator.push.sender_process import RankOptions
 from slipstream.rollout.channel import BlockingChannel
 from slipstream.weight_sync import api
 from slipstream.weight_sync.disk import safetensors_source as checkpoint
-from slipstream.weight_sync.errors import PlanError
-from slipstream.weight_sync.record.layout_wire import layouts_to_bytes
 from slipstream.weight_sync.typed_msgpack import pack
 
 OPTIONS = RankOptions(
@@ -36,13 +34,7 @@ class FakeSender:
     """Notes what it is asked."""
 
     calls: list[str]
-    plans: bool
     link: str = "tcp"
-
-    def plan_for(self, layouts: object) -> None:
-        self.calls.append("plan")
-        if not self.plans:
-            raise PlanError("not these")
 
     def connect(self, engines: object) -> None:
         self.calls.append("connect")
@@ -58,31 +50,6 @@ class FakeSender:
         self.calls.append("close")
 
 
-@pytest.mark.parametrize(
-    ("orders", "plans", "calls"),
-    [
-        (["connect", "publish"], True, ["connect", "freeze", "update", "close"]),
-        (["plan", "connect", "publish"], True, ["plan", "freeze", "connect", "update", "close"]),
-        (["plan", "connect", "publish"], False, ["plan", "connect", "freeze", "update", "close"]),
-    ],
-)
-def test_the_heap_is_frozen_once_when_there_is_a_plan(
-    monkeypatch: pytest.MonkeyPatch, orders: list[str], plans: bool, calls: list[str]
-) -> None:
-    found: list[str] = []
-    read = SimpleNamespace(num_bytes=1, seconds=0.1, pinned_bytes=0)
-    share = SimpleNamespace(source=None, read=lambda: read, num_bytes_read=1)
-    monkeypatch.setattr(api, "Sender", lambda *_, **__: FakeSender(found, plans))
-    monkeypatch.setattr(checkpoint, "Checkpoint", lambda *_, **__: share)
-    monkeypatch.setattr(push_rank, "freeze_heap", lambda: found.append("freeze"))
-    command, rank = map(BlockingChannel, socket.socketpair())
-    given = {"plan": [layouts_to_bytes(()), 1], "connect": [[]], "publish": []}
-    for order in orders:
-        command.send([order, *given[order]])
-    push_rank._read_and_send(0, OPTIONS, rank)
-    assert found == calls
-
-
 def test_a_base_is_noted_once_engines_are_met_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
     read = SimpleNamespace(num_bytes=1, seconds=0.1, pinned_bytes=0)
@@ -92,7 +59,7 @@ def test_a_base_is_noted_once_engines_are_met_before_the_checkpoint_is_read(monk
         return read
 
     share = SimpleNamespace(source=None, read=reads, refresh=reads, num_bytes_read=1)
-    monkeypatch.setattr(api, "Sender", lambda *_, **__: FakeSender(found, True))
+    monkeypatch.setattr(api, "Sender", lambda *_, **__: FakeSender(found))
     monkeypatch.setattr(checkpoint, "Checkpoint", lambda folder, **_: found.append(str(folder)) or share)
     monkeypatch.setattr(push_rank, "freeze_heap", lambda: None)
     push = dataclasses.replace(OPTIONS.push, base=Path("old"), checkpoint=Path("new"), start=0, to=("a",))
