@@ -1,5 +1,4 @@
-"""Promises of a trainer rank with objective=dpo: what preferences teach it does not depend on the split or the layout,
-and it learns them."""
+"""Promises of a trainer rank with objective=dpo: it learns what is preferred, beside the reference of the start."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from cases.rank_helpers import count, fill_adapters, local_gradients, make_rank, save_state
+from cases.rank_helpers import count, make_rank, save_state
 
 from slipstream.conf.schema import AlgorithmConfig, Objective, OptimConfig, TrainMode
 from slipstream.trainer.rank import TrainerRank
@@ -37,32 +35,8 @@ def pairs(numbers: Sequence[int], version: int = 0, swap_seed: int | None = None
     return found
 
 
-def microbatches(batch: list[list[Sample]], assignment: list[list[int]]) -> list[list[Sample]]:
-    return [[sample for i in members for sample in batch[i]] for members in assignment]
-
-
 def flat(batch: list[list[Sample]]) -> list[Sample]:
     return [sample for pair in batch for sample in pair]
-
-
-def test_gradients_do_not_depend_on_the_split_into_microbatches():
-    """At the second update, where policy and reference differ."""
-    rank, found = make_rank(mode=TrainMode.full, algorithm=DPO), []
-    fill_adapters(rank, 1)
-    first = pairs(range(6))
-    rank.forward_backward([flat(first)], count(flat(first)))
-    rank.optimizer_step()
-    batch = pairs(range(6), version=1)
-    for assignment in ([[0, 1, 2, 3, 4, 5]], [[5], [0, 2], [], [1, 3, 4]]):
-        stats = rank.forward_backward(microbatches(batch, assignment), count(flat(batch), 1))
-        found.append((stats.sums, {name: grad for name, (_, grad) in local_gradients(rank).items()}))
-        rank.decoder.zero_grad()
-    (sums, whole), (other_sums, split) = found
-    assert other_sums == pytest.approx(sums, rel=1e-4, abs=1e-5) and sums["dpo/num_pairs"] == 6
-    assert abs(sums["dpo/margin_sum"]) > 1e-2
-    assert max(float(grad.abs().max()) for grad in whole.values()) > 1e-3
-    for name in whole:
-        torch.testing.assert_close(split[name], whole[name], rtol=1e-4, atol=1e-6)
 
 
 def held_out_share(rank: TrainerRank) -> float:

@@ -5,6 +5,7 @@ Triton compiles here without a GPU, up to the point where it has allocated share
 
 import re
 from collections.abc import Callable
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -87,48 +88,6 @@ def launch_product(dtype: torch.dtype, num_rows: int, rank: int, *, is_turned: b
     grouped_product(rows, matrices, groups, GroupedBackend.triton, low_SR=low, p_ENR=factors)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rank"),
-    [
-        (torch.float16, 16),
-        (torch.float16, 64),
-        (torch.float32, 32),
-        (torch.bfloat16, 128),
-        (torch.bfloat16, 256),
-        (torch.bfloat16, MAX_EXPERT_RANK),
-        (torch.float32, MAX_EXPERT_RANK),
-    ],
-)
-def test_every_rank_fits_into_a_blocks_shared_memory(
-    launched: dict[str, CompiledKernel], dtype: torch.dtype, rank: int
-) -> None:
-    """The last rank of each tiling, and rank 256; float32 factors, which take the most."""
-    launch_expert_kernels(dtype, rank, torch.float32)
-    assert launched.keys() == {
-        "_write_tiles", "_gather_project", "activate_rows", "activate_rows_backward",
-        "_low_rank_gradient", "_add_parts", "_add_low_rank",
-    }  # fmt: skip
-    shared = {name: kernel.metadata.shared for name, kernel in launched.items()}
-    assert max(shared.values()) <= BLOCK_SHARED_BYTES[OnlyCompiles.target], shared
-
-
-@pytest.mark.parametrize("num_rows", [128, 8192])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("target", BLOCK_SHARED_BYTES)
-def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, launched: dict[str, CompiledKernel], target: int, dtype: torch.dtype, num_rows: int
-) -> None:
-    """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here. Before Hopper
-    all ranks and both ways take the same.
-    """
-    monkeypatch.setattr(OnlyCompiles, "target", target)
-    monkeypatch.setattr(grouped_gemm, "_capability", lambda device: target // 10)
-    ways = [(rank, is_turned) for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK) for is_turned in (True, False)]
-    for rank, is_turned in ways if target == 90 else (ways[0], ways[-1]):
-        launch_product(dtype, num_rows, rank, is_turned=is_turned)
-        assert 0 < launched.pop("_product").metadata.shared <= BLOCK_SHARED_BYTES[target]
-
-
 def overwritten(ttgir: str) -> set[str]:
     """Buffers that a copy may overwrite while an earlier iteration's product reads them.
 
@@ -169,25 +128,50 @@ def overwritten(ttgir: str) -> set[str]:
     return {name for name in operands & places.keys() if places[name] <= copies_before.get(name, 0)}
 
 
-@pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rank", [8, 32, 64, 128, 256, MAX_EXPERT_RANK])
-def test_no_copy_overwrites_what_a_product_still_reads(
-    launched: dict[str, CompiledKernel], rank: int, factor_dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("dtype", "rank", "factor_dtype"),
+    [
+        (torch.float16, 16, torch.float32),
+        (torch.float16, 64, torch.float32),
+        (torch.float32, 32, torch.float32),
+        (torch.float32, MAX_EXPERT_RANK, torch.float32),
+        *product((torch.bfloat16,), (8, 32, 64, 128, 256, MAX_EXPERT_RANK), (torch.bfloat16, torch.float32)),
+    ],
+)
+def test_kernels_of_every_rank_fit_into_a_blocks_shared_memory_and_no_copy_overwrites_what_a_product_still_reads(
+    launched: dict[str, CompiledKernel], dtype: torch.dtype, rank: int, factor_dtype: torch.dtype
 ) -> None:
-    launch_expert_kernels(torch.bfloat16, rank, factor_dtype)
+    """The last rank of each tiling, and rank 256; float32 factors take the most."""
+    launch_expert_kernels(dtype, rank, factor_dtype)
+    assert launched.keys() == {
+        "_write_tiles", "_gather_project", "activate_rows", "activate_rows_backward",
+        "_low_rank_gradient", "_add_parts", "_add_low_rank",
+    }  # fmt: skip
+    shared = {name: kernel.metadata.shared for name, kernel in launched.items()}
+    assert max(shared.values()) <= BLOCK_SHARED_BYTES[OnlyCompiles.target], shared
     found = {name: overwritten(kernel.asm["ttgir"]) for name, kernel in launched.items()}
     assert not any(found.values()), found
 
 
 @pytest.mark.parametrize("num_rows", [128, 8192])
-def test_no_copy_overwrites_what_a_grouped_product_still_reads(
-    launched: dict[str, CompiledKernel], num_rows: int
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", BLOCK_SHARED_BYTES)
+def test_a_product_and_its_adapter_fit_and_no_copy_overwrites_what_it_reads(
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, CompiledKernel], target: int, dtype: torch.dtype, num_rows: int
 ) -> None:
-    for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK):
-        for is_turned in (True, False):
-            launch_product(torch.bfloat16, num_rows, rank, is_turned=is_turned)
-            assert "isAsync = true" in launched["_product"].asm["ttgir"]
-            assert overwritten(launched.pop("_product").asm["ttgir"]) == set()
+    """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here. Before Hopper
+    all ranks and both ways take the same.
+    """
+    monkeypatch.setattr(OnlyCompiles, "target", target)
+    monkeypatch.setattr(grouped_gemm, "_capability", lambda device: target // 10)
+    ways = [(rank, is_turned) for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK) for is_turned in (True, False)]
+    for rank, is_turned in ways if target == 90 else (ways[0], ways[-1]):
+        launch_product(dtype, num_rows, rank, is_turned=is_turned)
+        compiled = launched.pop("_product")
+        assert 0 < compiled.metadata.shared <= BLOCK_SHARED_BYTES[target]
+        if (target, dtype) == (90, torch.bfloat16):
+            assert "isAsync = true" in compiled.asm["ttgir"]
+            assert overwritten(compiled.asm["ttgir"]) == set()
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])

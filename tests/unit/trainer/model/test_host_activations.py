@@ -65,6 +65,9 @@ def test_no_bit_changes(family: str) -> None:
     for on_host, gate_up_kept in ((False, 0.0), (True, 0.0), (False, 1.0), (True, 0.5)):
         decoder = decoder_of(FAMILIES[family], on_host=on_host, gate_up_kept=gate_up_kept)
         assert (decoder.host is not None) is on_host
+        with torch.no_grad():
+            logits_of(decoder, packed())
+        assert not on_host or num_chunks(decoder.host) == 0, "without gradients nothing is moved"
         for _ in range(2):  # the second pass writes into chunks of the first
             logits = logits_of(decoder, packed())
             probe_loss(logits, packed()[0]).backward()
@@ -109,13 +112,6 @@ def test_layers_that_keep_gate_and_up_compute_them_once(
     assert in_forward == 2 * 4
     assert len(calls) == 2 * 4 + (4 - len(layers))
     assert [index for index, layer in enumerate(decoder.model.layers) if layer.keeps_gate_up] == layers
-
-
-def test_without_gradients_nothing_is_moved() -> None:
-    decoder = decoder_of(MOE)
-    with torch.no_grad():
-        logits_of(decoder, packed())
-    assert num_chunks(decoder.host) == 0
 
 
 @pytest.mark.parametrize("gate_up_kept", [0.0, 1.0])

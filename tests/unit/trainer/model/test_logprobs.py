@@ -57,11 +57,25 @@ def test_values_and_gradients_equal_full_softmax(chunk_tokens, has_entropy, temp
     assert not is_frozen or mine[1].grad is None
 
 
+class Watched(TorchDispatchMode):
+    """Counts matrix products, and the most rows that any tensor with a vocabulary-sized last dim has."""
+
+    num_products = max_rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_products += func.overloadpacket is torch.ops.aten.mm
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim == 2 and tensor.shape[-1] == V:
+                self.max_rows = max(self.max_rows, tensor.shape[0])
+        return result
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_frozen_head_is_multiplied_with_twice(is_frozen):
     hidden, weight, targets = make_inputs()
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_(not is_frozen)
-    with CountedProducts() as seen:
+    with Watched() as seen:
         logprobs, _ = token_logprobs(hidden, weight, targets, temperature=1.0, chunk_tokens=T)
         logprobs.sum().backward()
     assert seen.num_products == (2 if is_frozen else 4)
@@ -97,38 +111,15 @@ def test_zero_rows_run_forward_and_backward():
     assert hidden.grad.shape == (0, H) and not weight.grad.any()
 
 
-class CountedProducts(TorchDispatchMode):
-    """Counts matrix products."""
-
-    num_products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_products += func.overloadpacket is torch.ops.aten.mm
-        return func(*args, **(kwargs or {}))
-
-
-class WidestVocabularyTensor(TorchDispatchMode):
-    """Remembers the most rows that any tensor with a vocabulary-sized last dim had."""
-
-    max_rows = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.ndim == 2 and tensor.shape[-1] == V:
-                self.max_rows = max(self.max_rows, tensor.shape[0])
-        return result
-
-
 def test_no_tensor_holds_more_than_one_chunk_of_logits():
     hidden, weight, targets = make_inputs()
     # The backward pass runs in autograd's own thread state, which sees the mode as well on a CPU.
     hidden.requires_grad_()
-    with WidestVocabularyTensor() as seen:
+    with Watched() as seen:
         logprobs, _ = token_logprobs(hidden, weight, targets, temperature=1.0, chunk_tokens=5)
         logprobs.sum().backward()
     # weight.t() is (H, V): a view of the head, with H = 16 rows.
     assert seen.max_rows == H
-    with WidestVocabularyTensor() as seen:
+    with Watched() as seen:
         token_logprobs(hidden[:, :4].contiguous(), weight[:, :4].contiguous(), targets, temperature=1.0, chunk_tokens=5)
     assert seen.max_rows == 5

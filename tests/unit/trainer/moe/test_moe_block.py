@@ -60,7 +60,7 @@ def oracle_factors(oracle: Any) -> dict[str, Any]:
     }
 
 
-def oracle_results(experts: Experts, dtype=torch.float32) -> dict[str, Tensor]:
+def oracle_results(experts: Experts, dtype: torch.dtype) -> dict[str, Tensor]:
     """Output and gradients of the oracle in float32, gradients of factors in PEFT's packing; inputs as in dtype."""
     oracle = oracle_experts(experts).to(torch.float32)
     factors = oracle_factors(oracle)
@@ -85,19 +85,13 @@ def errors(mine: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, floa
     return {name: relative_error(mine[name].float(), wanted[name].float()) for name in wanted}
 
 
-def test_output_and_every_gradient_are_pefts_on_transformers_experts():
-    experts = make_experts()
-    found = errors(packed_like_peft(run(experts)), oracle_results(experts))
-    assert max(found.values()) < 1e-5, found
-
-
-def test_bfloat16_stays_near_the_float32_oracle():
-    """Each product rounds its rows and its float32 adapter to 2^-9; up to four follow each other."""
-    narrow = make_experts(dtype=torch.bfloat16)
-    wide = make_experts()
-    wide.load_state_dict(narrow.state_dict())
-    found = errors(packed_like_peft(run(narrow)), oracle_results(wide, dtype=torch.bfloat16))
-    assert max(found.values()) < 1e-2, found
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_output_and_every_gradient_are_pefts_on_transformers_experts(dtype, allowed):
+    """In bfloat16 each product rounds its rows and its float32 adapter to 2^-9; up to four follow each other."""
+    mine, wide = make_experts(dtype=dtype), make_experts()
+    wide.load_state_dict(mine.state_dict())
+    found = errors(packed_like_peft(run(mine)), oracle_results(wide, dtype))
+    assert max(found.values()) < allowed, found
 
 
 @pytest.mark.parametrize("activation", [SWIGLU, CLAMPED_SWIGLU], ids=["swiglu", "clamped"])
@@ -276,13 +270,6 @@ def test_a_checkpointed_layer_computes_its_routed_experts_forward_once():
             module.register_forward_pre_hook(lambda experts, _: calls.append(experts))
     probe_loss(logits_of(decoder, batch), batch[0]).backward()
     assert len(calls) == len(set(calls)) == 2  # of three layers, one is dense
-
-
-def test_tokens_do_not_see_each_other():
-    experts = make_experts()
-    together = run(experts)["out"]
-    alone = [run(experts, rows=slice(token, token + 1))["out"] for token in range(NUM_TOKENS)]
-    assert relative_error(torch.cat(alone), together) < 1e-6
 
 
 def test_no_rows_at_all_gives_gradients_of_zeros():

@@ -147,18 +147,6 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
         assert weights.tolist() == pytest.approx((ratio if algorithm is TRAINER else torch.ones(2)).tolist())
 
 
-def test_constant_normalization_knows_nothing_of_lengths():
-    """Sequences of 1 and 3 tokens of 5 that are possible, A = 1 and 2, on-policy: -(1 + 3 * 2) / (2 * 5) = -0.7. A
-    longer batch of the same tokens has a larger loss, in the same unit: two more of A = 2 make -(7 + 4) / 10."""
-    algorithm = AlgorithmConfig(normalization=Normalization.constant)
-    for sizes, wanted in (([1, 3], -0.7), ([1, 5], -1.1)):
-        n, advantages = sum(sizes), [1.0] + [2.0] * sizes[1]
-        counts = Denominators(num_valid_tokens=n, num_sequences=2, policy_version=0, num_possible_tokens=10)
-        result, grad = run(algorithm, [-1.0] * n, [-1.0] * n, advantages, sizes=sizes, counts=counts)
-        assert result.loss.item() == pytest.approx(wanted, rel=1e-6)
-        assert grad == pytest.approx([-advantage / 10 for advantage in advantages], rel=1e-6)
-
-
 def test_parity_is_reported_apart_for_fresh_and_stale_tokens():
     """d = ln 2 fresh: k3 = 1 - ln 2. d = -ln 2 stale: 0.5 + ln 2 - 1."""
     result, _ = run(

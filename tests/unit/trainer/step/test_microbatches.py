@@ -35,27 +35,19 @@ def make_sample(prompt: list[int], response: list[int], oldest_version: int = 3)
 
 
 @given(lengths_strategy, st.integers(1, 9), st.integers(1, 500))
-def test_every_sample_is_packed_exactly_once_within_the_bound_in_equally_many_microbatches(
+def test_every_sample_is_packed_once_within_the_bound_in_equally_many_microbatches_and_no_needless_ones(
     lengths, num_ranks, max_tokens
 ):
     ranks = pack(lengths, num_ranks, max_tokens)
-    assert len(ranks) == num_ranks
-    assert len({len(microbatches) for microbatches in ranks}) == 1
-    packed = [sample for microbatches in ranks for members in microbatches for sample in members]
-    assert sorted(packed) == list(range(len(lengths)))
-    for microbatches in ranks:
-        for members in microbatches:
-            assert sum(lengths[sample] for sample in members) <= max_tokens or len(members) == 1
-
-
-@given(lengths_strategy, st.integers(1, 9), st.integers(1, 500))
-def test_packing_is_deterministic_and_uses_no_needless_microbatches(lengths, num_ranks, max_tokens):
-    ranks = pack(lengths, num_ranks, max_tokens)
     assert ranks == pack(list(lengths), num_ranks, max_tokens)
-    count = len(ranks[0]) if lengths else 0
+    assert len(ranks) == num_ranks
+    (count,) = {len(microbatches) for microbatches in ranks}
+    microbatches = [members for of_rank in ranks for members in of_rank]
+    assert sorted(sample for members in microbatches for sample in members) == list(range(len(lengths)))
+    for members in microbatches:
+        assert sum(lengths[sample] for sample in members) <= max_tokens or len(members) == 1
     assert count <= -(-len(lengths) // num_ranks)
-    if lengths and sum(lengths) <= max_tokens:
-        assert count == 1
+    assert count <= 1 or sum(lengths) > max_tokens
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60), st.integers(1, 8))
@@ -66,19 +58,37 @@ def test_ranks_differ_by_at_most_one_sample_when_nothing_is_bounded(lengths, num
     assert max(loads) - min(loads) <= max(sample_cost(length) for length in lengths) + 1e-9
 
 
-def test_cost_of_attention_counts_in_the_balance():
-    """With E = ATTENTION_EQUAL_TOKENS a sample of 2 E tokens costs 2 E + 4 E, one of E tokens 2 E, so 1 weighs as 3."""
-    E = ATTENTION_EQUAL_TOKENS
-    ranks = pack([2 * E, E, E, E], num_ranks=2, max_tokens=10 * E)
-    assert sorted(len(microbatches[0]) for microbatches in ranks) == [1, 3]
+E = ATTENTION_EQUAL_TOKENS
 
 
-def test_a_stuck_spread_falls_back_to_first_fit():
-    """Bins of 10: first-fit-decreasing fits 5 5 | 4 3 3 in two. By cost: 5 | 5, then 4 | ., 3 joins the other,
-    and the last 3 finds 9 and 8 used: no room. The fallback keeps two microbatches."""
-    lengths = [5, 5, 4, 3, 3]
-    ranks = pack(lengths, num_ranks=1, max_tokens=10)
-    assert [sum(lengths[s] for s in members) for members in ranks[0]] == [10, 10]
+@pytest.mark.parametrize(("lengths", "num_ranks", "max_tokens", "wanted"), [
+    # a sample of 2 E tokens costs 2 E + 4 E, one of E tokens 2 E: it weighs as three
+    ([2 * E, E, E, E], 2, 10 * E, [[[0]], [[1, 2, 3]]]),
+    # first-fit-decreasing fits 5 5 | 4 3 3; by cost it is 5 | 5, then 4 | ., 3 joins the other, and 3 finds no room
+    ([5, 5, 4, 3, 3], 1, 10, [[[0, 1], [2, 3, 4]]]),
+    # bins of 8, 7, 6 and 5 tokens: 8 beside 7, then 6 to the rank of 7
+    ([5, 6, 7, 8], 2, 8, [[[3], [0]], [[2], [1]]]),
+    # 20 | 14, then 13 | 14: 33 beside 28, so the rank of 28 gets 12, though its last one was the heavier
+    ([20, 14, 14, 13, 12, 11], 2, 20, [[[0], [3], [5]], [[1], [2], [4]]]),
+    # the longest goes first
+    ([1, 1, 2], 2, 8, [[[2]], [[0, 1]]]),
+    # full at the bound; beyond it a sample is alone, and the others are spread all the same
+    ([4, 4], 1, 8, [[[0, 1]]]),
+    ([4, 5], 1, 8, [[[1], [0]]]),
+    ([9, 1], 1, 8, [[[0], [1]]]),
+    ([1], 1, 1, [[[0]]]),
+    ([9, 3, 3], 3, 8, [[[0]], [[1]], [[2]]]),
+    # members ascend, and equal samples keep their order
+    ([2, 2, 2, 2], 2, 4, [[[0, 2]], [[1, 3]]]),
+    ([1, 3, 2], 1, 6, [[[0, 1, 2]]]),
+])  # fmt: skip
+def test_packed_by_hand(lengths, num_ranks, max_tokens, wanted):
+    assert pack(lengths, num_ranks, max_tokens) == wanted
+
+
+def test_ranks_that_share_a_microbatch_pack_twice_the_tokens():
+    shared = pack([36000, 18000, 18000, 18000, 18000], num_ranks=4, max_tokens=36000, cp_size=2)
+    assert shared == [[[1, 2, 3, 4]]] * 2 + [[[0]]] * 2
 
 
 def test_a_spread_that_is_stuck_with_a_bin_more_than_first_fit_needs_leaves_that_one_empty(monkeypatch):
@@ -95,18 +105,22 @@ def test_a_spread_that_is_stuck_with_a_bin_more_than_first_fit_needs_leaves_that
 
 
 def test_collate_shifts_targets_to_the_row_before_them():
-    micro = collate([make_sample([7], [8, 9], oldest_version=1), make_sample([4], [5])], policy_version=3)
-    assert micro.token_ids.tolist() == [7, 8, 9, 4, 5]
-    assert micro.positions.tolist() == [0, 1, 2, 0, 1]
-    assert micro.cu_seqlens.tolist() == [0, 3, 5]
-    assert micro.predictor_rows.tolist() == [0, 1, 3]
-    assert micro.targets.tolist() == [8, 9, 5]
-    assert micro.rollout_logprobs.tolist() == [-1.5, -2.5, -1.5]
-    assert micro.sequence_lengths.tolist() == [2, 2, 1]
-    assert micro.staleness.tolist() == [2, 2, 0]
-    assert micro.advantages.tolist() == [2.0] * 3
-    assert micro.sequence_index.tolist() == [0, 0, 1]
-    assert micro.response_positions.tolist() == [0, 1, 0]
+    """Of an agent's episode, too: two turns of the model, and two tokens of a tool between them. Tokens 2, 3 and 6
+    count, hence positions 0, 1 and 4."""
+    mask = np.array([False, False, True, True, False, False, True])
+    episode = replace(make_sample([7, 7], [1, 2, 3, 4, 5], oldest_version=1), loss_mask=mask)
+    micro = collate([make_sample([4], [5]), episode], policy_version=3)
+    assert micro.token_ids.tolist() == [4, 5, 7, 7, 1, 2, 3, 4, 5]
+    assert micro.positions.tolist() == [0, 1, *range(7)]
+    assert micro.cu_seqlens.tolist() == [0, 2, 9]
+    assert micro.response_positions.tolist() == [0, 0, 1, 4]
+    assert micro.predictor_rows.tolist() == [0, 2 + 1, 2 + 2, 2 + 5]
+    assert micro.targets.tolist() == [5, 1, 2, 5]
+    assert micro.sequence_lengths.tolist() == [1, 3, 3, 3]
+    assert micro.sequence_index.tolist() == [0, 1, 1, 1]
+    assert micro.rollout_logprobs.tolist() == [-1.5, -2.5, -3.5, -6.5]
+    assert micro.advantages.tolist() == [2.0] * 4
+    assert micro.staleness.tolist() == [0, 2, 2, 2]
     assert micro.old_logprobs is None and micro.ref_logprobs is None
 
 
@@ -121,20 +135,6 @@ def test_each_array_of_a_microbatch_has_the_type_that_the_device_reads():
         assert all(dtype == np.int64 for name, dtype in dtypes.items() if name not in floats)
 
 
-def test_positions_in_a_response_count_what_lies_between_its_counted_tokens():
-    """Of an agent's episode: two turns of the model, and two tokens of a tool between them. Tokens 2, 3 and 6 count,
-    hence positions 0, 1 and 4."""
-    sample = make_sample([7, 7], [1, 2, 3, 4, 5])
-    mask = np.array([False, False, True, True, False, False, True])
-    micro = collate([make_sample([4], [5]), replace(sample, loss_mask=mask)], policy_version=3)
-    assert micro.response_positions.tolist() == [0, 0, 1, 4]
-    assert micro.predictor_rows.tolist() == [0, 2 + 1, 2 + 2, 2 + 5]
-    assert micro.targets.tolist() == [5, 1, 2, 5]
-    assert micro.sequence_lengths.tolist() == [1, 3, 3, 3]
-    assert micro.sequence_index.tolist() == [0, 1, 1, 1]
-    assert micro.rollout_logprobs.tolist() == [-1.5, -2.5, -3.5, -6.5]
-
-
 def test_log_probabilities_are_given_where_every_sample_has_them():
     old, ref = np.arange(3) / 4, np.arange(3) / 8
     first, second = make_sample([7], [8, 9]), make_sample([4], [5, 6])
@@ -147,46 +147,6 @@ def test_log_probabilities_are_given_where_every_sample_has_them():
     assert one.ref_logprobs is None and one.old_logprobs is not None
     one = collate([both[0], replace(both[1], old_logprobs=None)], policy_version=3)
     assert one.old_logprobs is None and one.ref_logprobs is not None
-
-
-def test_a_sample_of_the_version_that_is_trained_is_fresh_and_one_of_a_later_version_refused():
-    assert collate([make_sample([7], [8], oldest_version=3)], policy_version=3).staleness.tolist() == [0]
-    for changes in ({"rollout_logprobs": np.zeros(1)}, {"advantages": np.zeros(3)}, {"token_ids": np.zeros(0)}):
-        with pytest.raises(ValueError, match="sample 1 needs arrays of one length >= 1"):
-            collate([make_sample([7], [8]), replace(make_sample([7], [8]), **changes)], policy_version=3)
-    nothing = np.zeros(0)
-    with pytest.raises(ValueError, match="sample 0 needs arrays"):
-        collate([Sample(nothing, nothing, nothing, nothing, 0)], policy_version=3)
-
-
-def test_the_costs_of_attention_and_of_everything_else_are_equal_at_the_given_length():
-    assert sample_cost(16384) == 2 * 16384 and sample_cost(8192) == 1.5 * 8192
-
-
-def test_the_heaviest_bins_meet_and_the_least_loaded_rank_gets_the_heaviest():
-    """Four bins of 8, 7, 6 and 5 tokens for two ranks: 8 beside 7, then 6 to the rank of 7; loads of 13 and 13."""
-    ranks = pack([5, 6, 7, 8], num_ranks=2, max_tokens=8)
-    assert ranks == [[[3], [0]], [[2], [1]]]
-    # 20 | 14, then 13 | 14: 33 beside 28, so the rank of 28 gets 12, though its last one was the heavier
-    ranks = pack([20, 14, 14, 13, 12, 11], num_ranks=2, max_tokens=20)
-    assert ranks == [[[0], [3], [5]], [[1], [2], [4]]]
-    ranks = pack([1, 1, 2], num_ranks=2, max_tokens=8)
-    assert ranks == [[[2]], [[0, 1]]], "the longest sample goes first"
-    shared = pack([36000, 18000, 18000, 18000, 18000], num_ranks=4, max_tokens=36000, cp_size=2)
-    assert shared == [[[1, 2, 3, 4]]] * 2 + [[[0]]] * 2, "two ranks share a microbatch, of twice the tokens"
-
-
-def test_a_bin_is_full_at_the_bound_and_a_sample_beyond_it_is_alone():
-    assert pack([4, 4], num_ranks=1, max_tokens=8) == [[[0, 1]]]
-    assert pack([4, 5], num_ranks=1, max_tokens=8) == [[[1], [0]]]
-    assert pack([9, 1], num_ranks=1, max_tokens=8) == [[[0], [1]]]
-    assert pack([1], num_ranks=1, max_tokens=1) == [[[0]]]
-    assert pack([9, 3, 3], num_ranks=3, max_tokens=8) == [[[0]], [[1]], [[2]]], "the others are spread all the same"
-
-
-def test_members_of_a_microbatch_ascend_and_equal_samples_keep_their_order():
-    assert pack([2, 2, 2, 2], num_ranks=2, max_tokens=4) == [[[0, 2]], [[1, 3]]]
-    assert pack([1, 3, 2], num_ranks=1, max_tokens=6) == [[[0, 1, 2]]]
 
 
 def with_routes(sample: Sample, first: int) -> Sample:
@@ -213,11 +173,6 @@ def test_collate_leaves_the_choice_to_the_trainer_where_a_sample_has_no_routes()
     assert micro.has_route.tolist() == [False, False, True, True, False] and micro.has_route.dtype == bool
     assert micro.routed_experts[2:, 0, 0].tolist() == [0, 4, 8]
     assert collate([free], policy_version=3).routed_experts is None
-    with pytest.raises(ValueError, match=r"arrays of one length.*'has_route': 0"):
-        collate([replace(fixed, has_route=None)], policy_version=3)
-    for changes in ({"has_route": fixed.has_route[:2]}, {"routed_experts": fixed.routed_experts[:2]}):
-        with pytest.raises(ValueError, match="sample 1 needs arrays of one length"):
-            collate([free, replace(fixed, **changes)], policy_version=3)
 
 
 def test_ranks_tell_each_other_what_their_microbatches_are():
@@ -240,11 +195,20 @@ def test_collate_of_nothing_is_one_dummy_token_that_does_not_count():
 
 
 def test_collate_refuses_what_cannot_be_trained():
-    sample = make_sample([7], [8])
+    sample, nothing = make_sample([7], [8]), np.zeros(0)
     with pytest.raises(ValueError, match="first token"):
         collate([make_sample([], [8, 9])], policy_version=3)
     with pytest.raises(ValueError, match="policy version 3, but the trainer is only at 2"):
         collate([sample], policy_version=2)
-    short = Sample(sample.token_ids, sample.loss_mask[:1], sample.rollout_logprobs, sample.advantages, 0)
-    with pytest.raises(ValueError, match="arrays of one length"):
-        collate([short], policy_version=0)
+    with pytest.raises(ValueError, match="sample 0 needs arrays"):
+        collate([Sample(nothing, nothing, nothing, nothing, 0)], policy_version=3)
+    fixed = with_routes(sample, 0)
+    for short in (
+        {"rollout_logprobs": np.zeros(1)}, {"advantages": np.zeros(3)}, {"token_ids": nothing},
+        {"loss_mask": sample.loss_mask[:1]}, {"has_route": fixed.has_route[:1]},
+        {"routed_experts": fixed.routed_experts[:1]},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="sample 1 needs arrays of one length >= 1"):
+            collate([sample, replace(fixed, **short)], policy_version=3)
+    with pytest.raises(ValueError, match=r"arrays of one length.*'has_route': 0"):
+        collate([replace(fixed, has_route=None)], policy_version=3)
