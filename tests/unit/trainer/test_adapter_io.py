@@ -138,29 +138,25 @@ def test_transformers_reproduces_our_logits_from_the_merged_model(hf_config, mod
     assert relative_error(logits_of(decoder, batch), hf_logits(model.eval(), batch)) < 1e-5
 
 
-def test_a_merged_model_has_the_checkpoints_tensors_in_the_models_format(tmp_path):
-    decoder = make_decoder(MIXED, dtype=torch.bfloat16)
+def test_a_merged_model_has_the_checkpoints_tensors_in_their_formats(tmp_path):
+    """A correction bias stays float32."""
+    decoder = make_decoder(DEEPSEEK, dtype=torch.bfloat16)
     (tmp_path / adapter_io.INDEX_NAME).write_text("of a larger model that was here")
-    save_merged(decoder, tmp_path, MIXED)
+    save_merged(decoder, tmp_path, DEEPSEEK)
     assert not (tmp_path / adapter_io.INDEX_NAME).exists()
     tensors = load_file(tmp_path / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {
         meta.name: meta.shape for meta in decoder.spec.checkpoint_tensors("bfloat16")
     }
-    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["architectures"], config["dtype"]) == (["Qwen3MoeForCausalLM"], "bfloat16")
-
-
-def test_a_correction_bias_stays_float32_in_a_bfloat16_export(tmp_path):
-    decoder = make_decoder(DEEPSEEK, dtype=torch.bfloat16)
-    save_merged(decoder, tmp_path, DEEPSEEK)
-    tensors = load_file(tmp_path / "model.safetensors")
-    wide = {name for name, tensor in tensors.items() if tensor.dtype is torch.float32}
-    assert wide == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    wide = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    assert {name: t.dtype for name, t in tensors.items()} == {
+        name: torch.float32 if name in wide else torch.bfloat16 for name in tensors
+    }
     for name in wide:
         assert torch.equal(tensors[name], decoder.get_parameter(name)), name
         assert not torch.equal(tensors[name], tensors[name].bfloat16().float()), name
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["DeepseekV3ForCausalLM"], "bfloat16")
 
 
 def test_a_large_model_is_cut_into_files_with_an_index(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import math
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from fakes.trainer import MAXIMA, SUMS, VECTORS
@@ -24,7 +23,7 @@ from slipstream.conf.schema import (
 from slipstream.trainer.step.corrections import LOG_RATIO_BOUND
 from slipstream.trainer.step.loss import LossAccumulator, PolicyLoss, dpo_loss, policy_loss, sft_loss
 from slipstream.trainer.step.surrogates import LossTokens, clipped_loss
-from slipstream.trainer.types import Denominators, Sample
+from slipstream.trainer.types import Denominators
 
 TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.tis, correction_max=2.0)
 ROLLOUT = AlgorithmConfig(
@@ -90,7 +89,7 @@ def test_entropy_is_added_and_weighed_like_a_token():
         assert result.loss.item() == result.sums["loss/total_sum"].item() == pytest.approx(-coef * 2)
         (grad,) = torch.autograd.grad(result.loss, entropy)
         assert grad.tolist() == pytest.approx([-coef / 2] * 2)
-        assert result.sums["loss/policy_sum"].item() == 0.0
+        assert (result.sums["loss/policy_sum"].item(), result.sums["policy/entropy_sum"].item()) == (0.0, 4.0)
 
 
 def test_after_the_first_update_weights_and_mismatch_are_those_of_before_it():
@@ -145,26 +144,6 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
         }
         ratio = (given["old_logprobs_N"] - given["rollout_logprobs_N"]).exp()
         assert weights.tolist() == pytest.approx((ratio if algorithm is TRAINER else torch.ones(2)).tolist())
-
-
-def test_parity_is_reported_apart_for_fresh_and_stale_tokens():
-    """d = ln 2 fresh: k3 = 1 - ln 2. d = -ln 2 stale: 0.5 + ln 2 - 1."""
-    result, _ = run(
-        TRAINER, [-1 + LN(2), -1.0, -1 - LN(2)], [-1.0] * 3, [0.0] * 3, staleness=[0, 0, 2], entropy=[1.0, 2.0, 4.0]
-    )
-    sums, maxima = result.sums, result.maxima
-    assert sums["parity/k3_sum"].item() == pytest.approx(1 - LN(2))
-    assert sums["parity/k3_sum_stale"].item() == pytest.approx(LN(2) - 0.5)
-    assert (sums["parity/num_tokens"].item(), sums["parity/num_tokens_stale"].item()) == (2, 1)
-    assert maxima["parity/log_ratio_max"].item() == pytest.approx(LN(2))
-    assert maxima["parity/log_ratio_max_stale"].item() == pytest.approx(LN(2))
-    assert sums["policy/entropy_sum"].item() == 7.0
-
-
-def test_k3_of_tiny_log_ratios_keeps_its_digits():
-    """k3(d) = d^2/2 + d^3/6 + ...; at d = 1e-5 that is 5.0000167e-11, far below float32's rounding of exp(d) - 1."""
-    result, _ = run(TRAINER, [-1.0 + 1e-5], [-1.0], [0.0])
-    assert result.sums["parity/k3_sum"].item() == pytest.approx(5.0000167e-11, rel=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", [TRAINER, ROLLOUT])
@@ -255,12 +234,6 @@ def test_sums_are_those_that_a_row_is_made_of():
     assert {value.dtype for value in result.sums.values()} == {torch.float64}, "also counts: one copy to the host"
     assert result.maxima.keys() == set(MAXIMA)
     assert {name: len(vector) for name, vector in result.vectors.items()} == VECTORS
-
-
-def test_no_counted_token_gives_a_zero_loss_with_a_graph():
-    result, grad = run(TRAINER, [], [], [])
-    assert result.loss.item() == 0.0 and grad == []
-    assert all(value.item() == 0 for value in [*result.sums.values(), *result.maxima.values()])
 
 
 @pytest.mark.parametrize("normalization", [Normalization.token, Normalization.sequence])
@@ -355,29 +328,3 @@ def test_sums_and_vectors_add_up_and_maxima_do_not():
     stats = other_rank.result()
     assert (stats.sums, stats.maxima) == ({"s": 0.0, "other": 0.0}, {"m": 3.0})
     assert stats.vectors == {"v": [0.0, 0.0], "w": [0.0]}, "as many as the rank that counts them has"
-
-
-def test_log_probabilities_of_the_samples_that_are_shown_are_kept_apart():
-    """Two microbatches; lengths 1, 2 and 3, the first one is not shown."""
-    accumulated = LossAccumulator()
-
-    def sample(origin, num_valid, is_shown):
-        mask = np.arange(num_valid + 1) > 0
-        zeros = np.zeros(num_valid + 1, np.float32)
-        return Sample(np.zeros(num_valid + 1, np.int32), mask, zeros, zeros, 0, origin=origin, is_shown=is_shown)
-
-    accumulated.show(
-        [sample((0, 1, 0), 1, False), sample((0, 0, 0), 2, True)], torch.tensor([-3.0, -1.0, -2.0], requires_grad=True)
-    )
-    accumulated.show([sample((0, 2, 0), 2, False)], torch.tensor([-9.0, -9.0]))
-    accumulated.show([sample((1, 0, 0), 3, True)], torch.tensor([-4.0, -5.0, -6.0]))
-    accumulated.add(PolicyLoss(torch.zeros(()), {"a": torch.ones((), dtype=torch.float64)}))
-    shown = accumulated.result().logprobs
-    assert {origin: values.tolist() for origin, values in shown.items()} == {
-        (0, 0, 0): [-1.0, -2.0], (1, 0, 0): [-4.0, -5.0, -6.0]
-    }  # fmt: skip
-
-
-def test_nothing_accumulated_is_no_stats():
-    stats = LossAccumulator().result()
-    assert stats.sums == {} and stats.maxima == {}
