@@ -92,9 +92,7 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
 
 def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) -> None:
     """Collective: write the adapter into a folder. Rank 0 writes; every rank returns once the files are on disk.
-
-    Arguments and errors are those of `gather_adapter`.
-    """
+    Arguments and errors are those of `gather_adapter`."""
     gathered = gather_adapter(decoder, base, lambda values: values.to("cpu", copy=True))
     if gathered is not None:
         gathered.write(folder)
@@ -280,10 +278,8 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: JsonObject) -> 
 
 
 def _merged_tensors(decoder: Decoder, source: TrainerWeightSource) -> Iterator[Tensor | None]:
-    """Every tensor in turn: whole and on the CPU on rank 0, None elsewhere.
-
-    All ranks walk the same tensors in the same order.
-    """
+    """Every tensor in turn: whole and on the CPU on rank 0, None elsewhere. All ranks walk the same tensors in the same
+    order."""
     layout = decoder.layout
     regions: list[dict[str, Region]] = [{shard.tensor: shard.region for shard in source.layout().shards}]
     if layout.world_size > 1:

@@ -33,10 +33,8 @@ class Adapted(nn.Module):
 
 
 class Linear(Adapted):
-    """x W^T + b, plus an adapter when `lora` is given.
-
-    Parameters: weight (out, in), bias (out), lora_A (r, in), lora_B (out, r).
-    """
+    """x W^T + b, plus an adapter when `lora` is given. Parameters: weight (out, in), bias (out), lora_A (r, in), lora_B
+    (out, r)."""
 
     def __init__(
         self,

@@ -155,11 +155,9 @@ def sharded_rows(name: str, tensor: Tensor) -> Tensor:
 def where_they_lie(
     parameters: Iterable[Tensor], prepare: Callable[[], Sequence[Callable[[], object]]]
 ) -> Callable[[], None]:
-    """A function that calls what `prepare` returned for the place where this rank's rows of these parameters lie.
-
-    FSDP2 may move a shard's storage: `prepare` is called then, and at the first call. Every publish asks for every
-    adapter's address, which must be cheap.
-    """
+    """A function that calls what `prepare` returned for the place where this rank's rows of these parameters lie. FSDP2
+    may move a shard's storage: `prepare` is called then, and at the first call. Every publish asks for every adapter's
+    address, which must be cheap."""
     each = list({id(parameter): parameter for parameter in parameters}.values())
     prepared: Sequence[Callable[[], object]] = ()
     places: list[int] | None = None
@@ -199,10 +197,8 @@ def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All rows of a parameter, without a graph. If it is sharded, this is collective on the mesh that shards it.
-
-    Not DTensor.full_tensor(), whose exchange on gloo has a long name (see gather_wholes).
-    """
+    """All rows of a parameter, without a graph. If it is sharded, this is collective on the mesh that shards it. Not
+    DTensor.full_tensor(), whose exchange on gloo has a long name (see gather_wholes)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     local, _ = local_part(tensor)

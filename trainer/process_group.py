@@ -27,14 +27,9 @@ class ControlGroup:
     """All trainer ranks. With one rank there is no process group, and every method is local."""
 
     def __init__(self, rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
-        """Join. Collective: NCCL for a GPU's tensors or gloo for a CPU's, and gloo for control.
-
-        Only once per process: splitting a default group that is not the first one of its process ends in a SIGSEGV
-        (pytorch #191952).
-
-        Args:
-            rendezvous: "tcp://host:port", where rank 0 will listen, or "file:///path"; unused with one rank.
-        """
+        """Join. Collective: NCCL for a GPU's tensors or gloo for a CPU's, and gloo for control. Only once per process:
+        splitting a default group that is not the first one of its process ends in a SIGSEGV (pytorch #191952).
+        `rendezvous`: "tcp://host:port", where rank 0 will listen, or "file:///path"; unused with one rank."""
         self.rank = rank
         self.world_size = world_size
         self.group: dist.ProcessGroup | None = None
@@ -83,11 +78,9 @@ class ControlGroup:
 
 
 def _meeting_point(rendezvous: str, rank: int, world_size: int) -> dict[str, Any]:
-    """The arguments of init_process_group that say where ranks meet.
-
-    With init_method="tcp://..." rank 0 would listen on every interface of the machine and let anyone in. So it is given
-    a socket that listens on the given address alone.
-    """
+    """The arguments of init_process_group that say where ranks meet. With init_method="tcp://..." rank 0 would listen
+    on every interface of the machine and let anyone in. So it is given a socket that listens on the given address
+    alone."""
     url = urlsplit(rendezvous)
     if url.scheme != "tcp":
         return {"init_method": rendezvous}

@@ -65,11 +65,8 @@ class TrainerRank:
     """Saves what this rank holds, and continues from it."""
 
     def __init__(self, options: TrainerOptions, *, rank: int = 0, host: str = "127.0.0.1") -> None:
-        """Join the process group.
-
-        Args:
-            host: address at which engines' links reach this rank; loopback when all of them are on this machine.
-        """
+        """Join the process group. `host`: address at which engines' links reach this rank; loopback when all of them
+        are on this machine."""
         self._options, self._rank, self._host = options, rank, host
         self._device = take_device(options.device, rank)
         self._control = ControlGroup(rank, options.trainer.num_ranks, options.rendezvous, self._device)

@@ -34,12 +34,9 @@ class Recomputed:
         self._places: list[tuple[nn.Module, str]] | None = None
 
     def __call__(self, part: Callable[..., Any], *inputs: Any, first: First | None = None) -> Any:
-        """Call the part on `inputs`.
-
-        Args:
-            first: computes the values, instead of the part, which then computes the gradients alone. Returns what the
-                part returns, up to rounding, and what the part is given after its inputs when it is called for them.
-        """
+        """Call the part on `inputs`. `first`: computes the values, instead of the part, which then computes the
+        gradients alone. Returns what the part returns, up to rounding, and what the part is given after its inputs when
+        it is called for them."""
         if self._places is None:
             modules = (module for owner in self._owners for module in owner.modules())
             named = ((module, *named) for module in modules for named in module.named_parameters(recurse=False))
@@ -87,11 +84,9 @@ class _Recompute(torch.autograd.Function):
 
 
 def recomputation(out: Tensor) -> Callable[[], Tensor] | None:
-    """A function that computes `out` again, if a recomputed part returned it; None for any other tensor.
-
-    An autograd function that reads `out` in its backward can call this instead of saving `out`. Its backward runs
-    before the part's, and the part's then uses what was computed here.
-    """
+    """A function that computes `out` again, if a recomputed part returned it; None for any other tensor. An autograd
+    function that reads `out` in its backward can call this instead of saving `out`. Its backward runs before the
+    part's, and the part's then uses what was computed here."""
     node, index = out.grad_fn, out.output_nr
     if not isinstance(node, _Recompute._backward_cls):
         return None

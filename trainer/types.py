@@ -128,10 +128,8 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """Sums over the tokens of one rank, to be added over ranks and divided once.
-
-    Keys are metric names, e.g. "parity/k3_sum".
-    """
+    """Sums over the tokens of one rank, to be added over ranks and divided once. Keys are metric names, e.g.
+    "parity/k3_sum"."""
 
     sums: dict[str, float]
     maxima: dict[str, float]

@@ -49,11 +49,7 @@ class VllmOperations:
     """See the module's docstring. Made once per process, before anything else in it imports vLLM."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        """Load vLLM's kernels.
-
-        Raises:
-            TrainerError: vLLM is missing on this node.
-        """
+        """Load vLLM's kernels. Raises TrainerError: vLLM is missing on this node."""
         with imports_batch_invariant():
             custom_ops, experts, router, attention, self._sampler = map(import_module, MODULES)
             batch_invariant = batch_invariant_kernels()
@@ -68,11 +64,9 @@ class VllmOperations:
         self._cos_sin = self._rotation_table(FIRST_POSITIONS)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dim, also of the rounded sum of the residual stream and a block's output.
-
-        For sums vLLM has another kernel, whose bits depend on the number of rows; engines are told to use this one
-        (rollout.in_vllm.vllm_patches).
-        """
+        """RMSNorm over the last dim, also of the rounded sum of the residual stream and a block's output. For sums vLLM
+        has another kernel, whose bits depend on the number of rows; engines are told to use this one
+        (rollout.in_vllm.vllm_patches)."""
         return self._batch_invariant.rms_norm_batch_invariant(x, weight, eps)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -161,11 +155,8 @@ def batch_invariant_kernels() -> ModuleType:
 
 def as_sampled(logits_TV: Tensor, kernels: ModuleType) -> Tensor:
     """Logits as the engine's sampler hands them to its kernel, which adds a row's exponentials in another order for
-    another dtype, and for rows that begin at no multiple of 16.
-
-    0.25.1 copies them to float32. 0.32 takes them as they are at temperature 1: in the model's dtype, in rows that are
-    padded as the engine's head is.
-    """
+    another dtype, and for rows that begin at no multiple of 16. 0.25.1 copies them to float32. 0.32 takes them as they
+    are at temperature 1: in the model's dtype, in rows that are padded as the engine's head is."""
     if kernels.__name__ != BATCH_INVARIANT[0]:
         return logits_TV.float()
     vocab_size = logits_TV.shape[1]

@@ -84,8 +84,6 @@ def precision_of(x: Tensor) -> str:
 
 
 def factor_of(stack: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
-    """One expert's factor for a torch definition, in memory of its own.
-
-    The bits of a BLAS product may depend on its operands' alignment, which a parameter gathered by FSDP2 lacks.
-    """
+    """One expert's factor for a torch definition, in memory of its own. The bits of a BLAS product may depend on its
+    operands' alignment, which a parameter gathered by FSDP2 lacks."""
     return stack[expert].to(dtype).clone(memory_format=torch.contiguous_format)

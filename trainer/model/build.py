@@ -15,9 +15,7 @@ from slipstream.trainer.parallel import ParallelLayout
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim; with `adds_one`, * (1 + weight), which is rounded once in any case.
-
-    Roundings.norm chooses the casts, which decide the last bits in bfloat16.
-    """
+    Roundings.norm chooses the casts, which decide the last bits in bfloat16."""
 
     def __init__(
         self,

@@ -206,20 +206,15 @@ def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
 
 
 def dense_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters outside expert banks: DTensors sharded over all ranks (plain tensors on one rank).
-
-    Gradients are summed over ranks, by WholeWeights or FSDP2.
-    """
+    """Trainable parameters outside expert banks: DTensors sharded over all ranks (plain tensors on one rank). Gradients
+    are summed over ranks, by WholeWeights or FSDP2."""
     experts = _expert_parameter_ids(decoder)
     return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) not in experts]
 
 
 def expert_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters of this rank's experts: plain tensors, or DTensors over the expert mesh.
-
-    Names repeat over ep_ranks: `...experts.down_lora_A` is another set of experts on each. Gradients need no further
-    sum.
-    """
+    """Trainable parameters of this rank's experts: plain tensors, or DTensors over the expert mesh. Names repeat over
+    ep_ranks: `...experts.down_lora_A` is another set of experts on each. Gradients need no further sum."""
     experts = _expert_parameter_ids(decoder)
     return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) in experts]
 

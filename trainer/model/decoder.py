@@ -39,10 +39,8 @@ Out = TypeVar("Out")
 
 class VocabTable(nn.Module):
     """A (V, H) weight. Where FSDP2 shards it, it is gathered for forward, and again for the backward of what forward
-    returns; it is whole only then.
-
-    Embedding and head are two uses of this one class, so that tied embeddings are one parameter of one FSDP2 unit.
-    """
+    returns; it is whole only then. Embedding and head are two uses of this one class, so that tied embeddings are one
+    parameter of one FSDP2 unit."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()

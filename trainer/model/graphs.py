@@ -120,10 +120,7 @@ class DecoderGraphs:
         extents: Sequence[Extent] = (),
     ) -> Tensor:
         """As Decoder.forward. The result is overwritten by the next call; its backward must come before that.
-
-        Args:
-            extents: Of every rank's microbatch. Ranks take one size and capture together, so that exchanges match.
-        """
+        `extents`: of every rank's microbatch. Ranks take one size and capture together, so that exchanges match."""
         starts = tuple(cu_seqlens.tolist())
         has_cudnn = AttentionBackend.cudnn in self._decoder.attention_backends
         size = graph_size(starts, has_routes=routes is not None, has_cudnn=has_cudnn, extents=extents)

@@ -55,11 +55,8 @@ class _Held:
 
 class WholeWeights:
     def __init__(self, places: Iterable[Place], mesh: DeviceMesh) -> None:
-        """Cut parameters, which are whole and have no values yet, into rows of the mesh's ranks.
-
-        Args:
-            places: No parameter twice.
-        """
+        """Cut parameters, which are whole and have no values yet, into rows of the mesh's ranks. `places`: no parameter
+        twice."""
         self._mesh, self._has_frozen = mesh, False
         self._held = [_cut(owner, name, mesh) for owner, name in places]
         self._trained = [held for held in self._held if held.whole.requires_grad]

@@ -75,11 +75,9 @@ class _Pair:
 
 
 class UnpackBuffers:
-    """Two layers' weights in the compute dtype; the next layer is filled while the present one is used.
-
-    A pair is filled again only after all work that the current stream had queued when the layer after it was taken.
-    That includes the last kernel that reads the pair.
-    """
+    """Two layers' weights in the compute dtype; the next layer is filled while the present one is used. A pair is
+    filled again only after all work that the current stream had queued when the layer after it was taken. That includes
+    the last kernel that reads the pair."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

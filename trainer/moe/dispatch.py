@@ -77,11 +77,9 @@ class Dispatch:
     """None: this rank holds every expert."""
 
     def taken_apart(self) -> tuple[list[Tensor], Callable[..., Dispatch]]:
-        """Its tensors, and a function that builds it from them again.
-
-        An autograd.Function saves these tensors, so that they are freed when its backward ends. Anything else on its
-        ctx lives until the whole graph ends, after the backward of every other layer.
-        """
+        """Its tensors, and a function that builds it from them again. An autograd.Function saves these tensors, so that
+        they are freed when its backward ends. Anything else on its ctx lives until the whole graph ends, after the
+        backward of every other layer."""
         (of_groups, groups_of), exchange = self.groups.taken_apart(), self.exchange
         of_exchange = [] if exchange is None else [exchange.by_expert_R, exchange.by_sender_R]
         splits = None if exchange is None else (exchange.group, exchange.send_splits, exchange.receive_splits)
@@ -264,10 +262,8 @@ class Gathered:
 
 
 def gathers(num_ranks: int, top_k: int, mode: CombineMode) -> bool:
-    """Whether tokens are gathered: where it saves bytes, or costs few for no waits, and the order of sums is free.
-
-    A token travels R - 1 times, and to K (R - 1) / R of other ranks' experts.
-    """
+    """Whether tokens are gathered: where it saves bytes, or costs few for no waits, and the order of sums is free. A
+    token travels R - 1 times, and to K (R - 1) / R of other ranks' experts."""
     return num_ranks <= top_k and mode is not CombineMode.hf_eager
 
 

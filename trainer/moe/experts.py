@@ -304,10 +304,8 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:
-    """Copy an adapter's factors into the compute dtype if kernels will read them often enough to pay for the copy.
-
-    The values are the same either way: kernels round what they read.
-    """
+    """Copy an adapter's factors into the compute dtype if kernels will read them often enough to pay for the copy. The
+    values are the same either way: kernels round what they read."""
     is_read_often = factor is not None and groups.expected_rows > COPIED_ROWS * factor.shape[0]
     return factor.to(dtype) if factor is not None and is_read_often else factor
 

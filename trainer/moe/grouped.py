@@ -37,11 +37,9 @@ class GroupedBackend(StrEnum):
 
 
 def choose_grouped_backend(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> GroupedBackend:
-    """Choose the kernel for products whose row lengths are `sizes`.
-
-    CUDA: triton from compute capability 8.0 on; grouped_mm on data-centre Blackwell, where triton was not measured.
-    CPU: grouped_mm up to float32, from torch 2.13 on.
-    """
+    """Choose the kernel for products whose row lengths are `sizes`. CUDA: triton from compute capability 8.0 on;
+    grouped_mm on data-centre Blackwell, where triton was not measured. CPU: grouped_mm up to float32, from torch 2.13
+    on."""
     if not all(size * dtype.itemsize % 16 == 0 for size in sizes):
         return GroupedBackend.native
     if device.type == "cuda":

@@ -44,10 +44,8 @@ class Routing(NamedTuple):
 
 class Router(nn.Module):
     """Parameters: weight (num_experts, H); e_score_correction_bias (num_experts), float32, of a sigmoid router; bias
-    (num_experts) of gpt-oss's; scale (H) and per_expert_scale (num_experts) of Gemma 4's.
-
-    The correction bias balances load in pre-training; no gradient reaches it and the trainer leaves it alone.
-    """
+    (num_experts) of gpt-oss's; scale (H) and per_expert_scale (num_experts) of Gemma 4's. The correction bias balances
+    load in pre-training; no gradient reaches it and the trainer leaves it alone."""
 
     def __init__(
         self, moe: MoeSpec, hidden_size: int, *, weight_dtype: torch.dtype, numerics: Roundings, norm_eps: float = 0.0

@@ -32,11 +32,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ReducedMoments:
-    """torchao's update: float32 arithmetic, moments stored in fewer bits.
-
-    On CUDA one kernel does the arithmetic (trainer.kernels.adamw_update), launched once for all parameters of a size.
-    torchao's own, compiled, takes the host 0.3 ms per parameter: half of a short step when experts have adapters.
-    """
+    """torchao's update: float32 arithmetic, moments stored in fewer bits. On CUDA one kernel does the arithmetic
+    (trainer.kernels.adamw_update), launched once for all parameters of a size. torchao's own, compiled, takes the host
+    0.3 ms per parameter: half of a short step when experts have adapters."""
 
     def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
         try:

@@ -100,10 +100,8 @@ def per_sequence(values_N: Tensor, sequence_index_N: Tensor) -> Tensor:
 def correction_sums(
     weights: ImportanceWeights, sequence_lengths_N: Tensor, sequence_index_N: Tensor
 ) -> dict[str, Tensor]:
-    """What the metrics of area `correction` are made of, to be added over tokens.
-
-    `correction/weight_square_sum` gives the effective sample size, (sum w)^2 / (n * sum w^2) (Kish 1965) as a share.
-    """
+    """What the metrics of area `correction` are made of, to be added over tokens. `correction/weight_square_sum` gives
+    the effective sample size, (sum w)^2 / (n * sum w^2) (Kish 1965) as a share."""
     weight_N = weights.weight_N.double()
     return {
         "policy/num_sequences": 1.0 / sequence_lengths_N.double(),

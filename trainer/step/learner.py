@@ -85,11 +85,9 @@ class Learner:
 
     @torch.no_grad()
     def update(self, *, ends_version: bool) -> OptimStats:
-        """Apply the gradients and drop them, on all ranks or on none; see TrainerRank.optimizer_step. Collective.
-
-        A parameter without a gradient (no token reached it) counts as one with zeros, so that moments decay in the same
-        way in any layout of experts.
-        """
+        """Apply the gradients and drop them, on all ranks or on none; see TrainerRank.optimizer_step. Collective. A
+        parameter without a gradient (no token reached it) counts as one with zeros, so that moments decay in the same
+        way in any layout of experts."""
         gradients = [self._gradient(name, parameter) for name, parameter in self._trainable]
         own = [gradient for gradient in gradients if gradient.numel()]
         grad_norm, is_finite = self._global_norm(own)

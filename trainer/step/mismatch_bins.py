@@ -22,11 +22,9 @@ def upper_edge(index: int) -> float:
 
 
 def quantile(counts: Sequence[float], share: float) -> float | None:
-    """A bound on the `share`-quantile: at least that share of the counted tokens has a k3 below it.
-
-    It is the upper edge of the quantile's bin, so at most 10 ** (1 / BINS_PER_DECADE) = 1.155 times the quantile
-    itself. None when nothing was counted.
-    """
+    """A bound on the `share`-quantile: at least that share of the counted tokens has a k3 below it. It is the upper
+    edge of the quantile's bin, so at most 10 ** (1 / BINS_PER_DECADE) = 1.155 times the quantile itself. None when
+    nothing was counted."""
     wanted = share * sum(counts)
     if wanted <= 0:
         return None

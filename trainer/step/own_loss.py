@@ -48,11 +48,8 @@ def loss_function(value: str) -> Callable[[LossTokens, AlgorithmConfig], TokenLo
 
 
 def _call(function: Callable[..., Any], value: str, tokens: LossTokens, algorithm: AlgorithmConfig) -> TokenLosses:
-    """The function's losses, checked. A microbatch without tokens has a loss of 0 that it is not asked for.
-
-    Raises:
-        TrainerError: It failed, or returned something else than one finite loss per token with a gradient.
-    """
+    """The function's losses, checked. A microbatch without tokens has a loss of 0 that it is not asked for. Raises
+    TrainerError: It failed, or returned something else than one finite loss per token with a gradient."""
     none_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
     if tokens.logprobs_N.numel() == 0:
         return TokenLosses(tokens.logprobs_N * 0.0, none_N, none_N)

@@ -32,11 +32,9 @@ from slipstream.trainer.types import Denominators, Extent, Sample, Scores, Train
 
 
 class ReferencePolicy:
-    """Switches a decoder to the policy before training and back, after which trained shards hold the same bits.
-
-    LoRA: adapters are switched off. Full training, and adapters that started from other adapters: each rank keeps its
-    initial shards and swaps them with the trained ones.
-    """
+    """Switches a decoder to the policy before training and back, after which trained shards hold the same bits. LoRA:
+    adapters are switched off. Full training, and adapters that started from other adapters: each rank keeps its initial
+    shards and swaps them with the trained ones."""
 
     def __init__(self, decoder: Decoder, trained_shards: Sequence[Tensor] | None) -> None:
         """Args: `trained_shards`, local tensors that alias the trained parameters, which are copied; None if the policy

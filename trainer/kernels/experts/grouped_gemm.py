@@ -29,11 +29,9 @@ SHORT = Tiling(64, 128, warps=4, stages=4)
 
 
 def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[Tiling, int]:
-    """The tile, and how many row tiles share columns, by rows per expert, bytes per element and compute capability.
-
-    On long groups, reads from the cache bound the product, and a wide tile reads each operand less often. It needs
-    tensor cores that read shared memory themselves (Hopper, data-centre Blackwell); elsewhere registers spill.
-    """
+    """The tile, and how many row tiles share columns, by rows per expert, bytes per element and compute capability. On
+    long groups, reads from the cache bound the product, and a wide tile reads each operand less often. It needs tensor
+    cores that read shared memory themselves (Hopper, data-centre Blackwell); elsewhere registers spill."""
     if mean_rows < 64:
         return SHORT, 1
     return (WIDE if element_size <= 2 and capability in (9, 10) else NARROW), 8 if mean_rows >= 1024 else 2

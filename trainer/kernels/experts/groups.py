@@ -104,11 +104,9 @@ def _write_tiles(
     counts_ptr, tiles_ptr, num_experts, max_tiles,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, ABREAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the experts of BLOCK tiles among the running sum of tiles per expert.
-
-    With `abreast`, tile i of an expert's n tiles comes after ceil(i m / n) tiles of an expert that has m. At a tie the
-    earlier expert's tile comes first.
-    """
+    """Each program finds the experts of BLOCK tiles among the running sum of tiles per expert. With `abreast`, tile i
+    of an expert's n tiles comes after ceil(i m / n) tiles of an expert that has m. At a tie the earlier expert's tile
+    comes first."""
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
     num_tiles = (counts + TILE - 1) // TILE

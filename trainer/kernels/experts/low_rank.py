@@ -255,10 +255,8 @@ def _low_rank_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A part is an expert, or if they are cut one of RowGroups.tiles; what is not a whole expert is summed in sums_ptr.
-
     With a source, neighbouring programs share columns, so that a token's K experts find it in the cache; without, they
-    share rows.
-    """
+    share rows."""
     if HAS_SOURCE:
         part, block = tl.program_id(0) % num_parts, tl.program_id(0) // num_parts
     else:

@@ -334,11 +334,9 @@ def activate_rows_backward(
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dgu may overwrite gu, and hw may overwrite dh: one program reads and writes each element.
-
-    Stores have pointers of their own. Otherwise the loop, which loads ahead, would keep those addresses in registers
-    until it stores there, and fewer thread blocks would fit.
-    """
+    """dgu may overwrite gu, and hw may overwrite dh: one program reads and writes each element. Stores have pointers of
+    their own. Otherwise the loop, which loads ahead, would keep those addresses in registers until it stores there, and
+    fewer thread blocks would fit."""
     expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     if first < stop:
         rows = tl.arange(0, BLOCK_M)

@@ -131,10 +131,8 @@ def _cudnn_takes_chunks(
 
 
 def refusal_of(attempt: Callable[[], None]) -> RuntimeError | None:
-    """The error by which a kernel refuses its arguments; None if it takes them.
-
-    An error of the device is raised: it says nothing about the arguments.
-    """
+    """The error by which a kernel refuses its arguments; None if it takes them. An error of the device is raised: it
+    says nothing about the arguments."""
     try:
         attempt()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -215,11 +213,8 @@ def sink_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionC
 
 
 def flex_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
-    """Causal attention over packed rows by flex_attention, compiled on CUDA. Returns [T, N, V].
-
-    A sink s adds exp(s) to the softmax's sum Z, so that the output is multiplied by Z / (Z + exp(s)) =
-    sigmoid(log Z - s).
-    """
+    """Causal attention over packed rows by flex_attention, compiled on CUDA. Returns [T, N, V]. A sink s adds exp(s) to
+    the softmax's sum Z, so that the output is multiplied by Z / (Z + exp(s)) = sigmoid(log Z - s)."""
     from torch.nn.attention import flex_attention as flex
 
     sequences, window = call.sequences, call.window

@@ -112,10 +112,8 @@ class FlashAttention(torch.autograd.Function):
 
 
 def varlen_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
-    """Flash attention over packed rows. Returns [T, N, V].
-
-    The kernel needs values as wide as keys, so narrower ones (latent attention) are padded with zeros.
-    """
+    """Flash attention over packed rows. Returns [T, N, V]. The kernel needs values as wide as keys, so narrower ones
+    (latent attention) are padded with zeros."""
     width = v_TGV.shape[2]
     v_TGD = F.pad(v_TGV, (0, q_TND.shape[2] - width))
     return FlashAttention.apply(q_TND, k_TGD, v_TGD, None, call, _varlen_values, varlen_gradients)[..., :width]
@@ -159,10 +157,8 @@ def _varlen_arguments(call: AttentionCall) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def cudnn_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> Tensor:
-    """Attention by cuDNN: neighbouring sequences of one length in one call. Returns [T, N, V].
-
-    cuDNN compiles one plan per shape, so lengths are rounded up to `padded_length`.
-    """
+    """Attention by cuDNN: neighbouring sequences of one length in one call. Returns [T, N, V]. cuDNN compiles one plan
+    per shape, so lengths are rounded up to `padded_length`."""
     return FlashAttention.apply(q_TND, k_TGD, v_TGV, None, call, _cudnn_values, cudnn_gradients)
 
 

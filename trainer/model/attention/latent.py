@@ -20,10 +20,8 @@ from slipstream.trainer.model.operations import Operation
 
 
 class LatentAttention(Attention):
-    """Unabsorbed: keys and values are expanded from their latent for every head.
-
-    Training uses each key in one forward pass only, so the absorbed form, which engines decode with, would cost more.
-    """
+    """Unabsorbed: keys and values are expanded from their latent for every head. Training uses each key in one forward
+    pass only, so the absorbed form, which engines decode with, would cost more."""
 
     def __init__(self, own: MlaSpec, build: Build) -> None:
         super().__init__(own, build)
