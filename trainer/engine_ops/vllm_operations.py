@@ -16,6 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,19 +84,8 @@ class VllmOperations:
 
     def attend(self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
         """Causal attention, each sequence alone: [T, N, D]."""
-        return self._flash_attention(
-            q=q_TND,
-            k=k_TGD,
-            v=v_TGD,
-            cu_seqlens_q=sequences.cu_seqlens,
-            cu_seqlens_k=sequences.cu_seqlens,
-            max_seqlen_q=sequences.max_length,
-            max_seqlen_k=sequences.max_length,
-            softmax_scale=scale,
-            causal=True,
-            num_splits=1,
-            fa_version=self._flash_version,
-        )
+        prefill = _prefill(sequences, scale, self._flash_version)
+        return self._flash_attention(q=q_TND, k=k_TGD, v=v_TGD, **prefill)
 
     def silu_and_mul(self, gate_up_TI: Tensor) -> Tensor:
         """silu(gate) * up of [T, 2I], gate first."""
@@ -207,22 +197,21 @@ class VllmAttention:
         self._run = flash_attn_varlen_func
 
     def __call__(self, q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """As EngineKernel. Keys are not split among thread blocks: an engine's prefill does not split them either."""
-        sequences, window, sinks_N = call.sequences, call.window, call.sinks_N
+        """As EngineKernel."""
+        window, sinks_N = call.window, call.sinks_N
         out_TNV, log_sums_NT = self._run(
-            q=q_TND,
-            k=k_TGD,
-            v=v_TGV,
-            cu_seqlens_q=sequences.cu_seqlens,
-            cu_seqlens_k=sequences.cu_seqlens,
-            max_seqlen_q=sequences.max_length,
-            max_seqlen_k=sequences.max_length,
-            softmax_scale=call.scale,
-            causal=True,
-            window_size=None if window is None else [window - 1, 0],
-            num_splits=1,
-            fa_version=3,
-            s_aux=None if sinks_N is None else sinks_N.detach().to(torch.bfloat16),
-            return_softmax_lse=True,
-        )
+            q=q_TND, k=k_TGD, v=v_TGV, window_size=None if window is None else [window - 1, 0],
+            s_aux=None if sinks_N is None else sinks_N.detach().to(torch.bfloat16), return_softmax_lse=True,
+            **_prefill(call.sequences, call.scale, 3),
+        )  # fmt: skip
         return out_TNV, log_sums_NT
+
+
+def _prefill(sequences: PackedSequences, scale: float, version: int) -> dict[str, Any]:
+    """Causal attention of whole sequences, as arguments of vLLM's kernel. Keys are not split among thread blocks: an
+    engine's prefill does not split them either."""
+    starts, longest = sequences.cu_seqlens, sequences.max_length
+    return {
+        "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest,
+        "softmax_scale": scale, "causal": True, "num_splits": 1, "fa_version": version,
+    }  # fmt: skip
