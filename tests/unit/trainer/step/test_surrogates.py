@@ -153,5 +153,3 @@ def test_log_ratios_are_bounded_on_both_sides():
     logprobs, old, advantages = (torch.tensor(value, dtype=torch.float64) for value in values)
     tokens = tokens_of(logprobs, old, advantages, (1, 1, 1))
     assert tokens.log_ratio_N.tolist() == [20.0, -20.0, 1.0]
-
-
