@@ -127,9 +127,9 @@ def _start(
         return EXIT_OK
 
     from slipstream.orchestrator import environment
+    from slipstream.orchestrator.inputs.given_code import unchosen_reward
     from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
     from slipstream.orchestrator.inputs.preflight import run_preflight
-    from slipstream.orchestrator.inputs.reward_facts import unchosen_reward
 
     with _telling("slipstream.orchestrator.data"):
         report = run_preflight(config)

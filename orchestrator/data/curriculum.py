@@ -6,8 +6,7 @@ p (1 - p) is the variance of a success. It is the "learnability" by which Foster
 Rutherford et al. 2024, arXiv:2408.15099) choose questions: with p = 0 or 1 all advantages of a group are zero. The
 floor keeps coming back to prompts that were out of reach, or solved, under an earlier policy.
 
-Owns: success rates and the order that follows them. Does not own rewards (rollout/rewards) nor other orders
-(streams.py).
+Owns: success rates and the order that follows them.
 Invariant: what is drawn next depends only on seed, number of draws and observations, all of which are in the cursor.
 """
 
@@ -28,24 +27,14 @@ _KEPT = 0.5
 
 
 def learnability(successes: np.ndarray, trials: np.ndarray, floor: float) -> np.ndarray:
-    """Weights of prompts, in [floor, 1]; the module's docstring has the formula.
-
-    Args:
-        successes: [N] float64, sum of rewards, each within [0, 1].
-        trials: [N] float64, number of these rewards; 0 for a prompt not seen yet.
-        floor: In (0, 1].
-    """
+    """Weights of prompts, in [floor, 1], from the sums of their rewards and how many these were: [N] float64."""
     rate = np.divide(successes, trials, out=np.full_like(trials, 0.5), where=trials > 0)
     return np.maximum(floor, 4.0 * rate * (1.0 - rate))
 
 
 class Middling(Stream[Prompt]):
     """Draws prompts by `learnability`. A prompt that was drawn and not yet observed is left out while there are others.
-
-    Args:
-        prompts: At least one; each has another id.
-        seed: Together with the number of draws so far, it decides a draw.
-        floor: Least weight of a prompt.
+    Seed and number of draws decide a draw; each prompt has another id.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, floor: float) -> None:
@@ -64,7 +53,6 @@ class Middling(Stream[Prompt]):
 
     @property
     def epoch(self) -> int:
-        """Draws over the number of prompts, rounded down."""
         return self._num_drawn // len(self._prompts)
 
     def __next__(self) -> Prompt:
@@ -91,7 +79,6 @@ class Middling(Stream[Prompt]):
             self._trials[index] = _KEPT * self._trials[index] + len(known)
 
     def metrics(self) -> dict[str, float | None]:
-        """Figures of the success rates."""
         seen = self._trials > 0
         rates = self._successes[seen] / self._trials[seen]
         return {
@@ -102,7 +89,6 @@ class Middling(Stream[Prompt]):
         }
 
     def state_dict(self) -> JsonObject:
-        """Number of draws, observations and what is in flight, by index; and what the order depends on."""
         observed = [[int(i), self._successes[i], self._trials[i]] for i in np.flatnonzero(self._trials)]
         in_flight = sorted(self._in_flight.items())
         return {"num_drawn": self._num_drawn, "observed": observed, "in_flight": in_flight, **self._facts}

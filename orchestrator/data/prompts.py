@@ -1,8 +1,7 @@
 """Prompts: one row of a source, checked and tokenized.
 
-Owns: which rows can be prompts. Does not own where rows come from (sources.py), their order (streams.py), tokenizers
-(an `Encoder` is passed in), rules between a row and the run's other options (inputs/rows/prompt_rows.py) nor what is
-done with a prompt. No torch.
+Owns: which rows can be prompts. Does not own: rules between a row and the run's other options
+(inputs/rows/prompt_rows.py). No torch.
 
 A row is an object with a `prompt` column (text, or a list of chat messages) and any further columns, which rewards see:
 
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from slipstream.conf.json_files import JsonMapping, JsonObject, is_list, is_object, kind_of
+from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import Row, listed, other_names, renamed
 from slipstream.rollout.errors import DataError, RowTooLong, TemplateRefused
 from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
@@ -33,57 +33,35 @@ _MESSAGES_AS_TEXT = re.compile(r"""\[\{['"](role|content)['"]: ?['"]""")
 
 
 class Encoder(Protocol):
-    """What turns text into token ids; `orchestrator.inputs.text_encoder.TextEncoder` in a run, ten lines in tests."""
+    """What turns text into token ids; `orchestrator.inputs.text_encoder.TextEncoder` in a run, ten lines in tests.
+
+    `ends` are tokens at which a response ends, with their texts: the first is what ends an answer that is plain text.
+    encode_with_places() is rollout.text.plain_text.encode_text; render() gives a chat as the model sees it, with
+    `is_open` up to where its answer begins; check_turns() raises DataError if that is not what the chat has.
+    """
 
     @property
-    def ends(self) -> Mapping[int, str]:
-        """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
-        ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of plain text."""
-        ...
-
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """(token ids, the characters of `text` that each token has): rollout.text.plain_text.encode_text."""
-        ...
-
-    def render(self, chat: Chat, *, is_open: bool) -> str:
-        """A chat as the model sees it; `is_open`: ending where its answer begins."""
-        ...
-
-    def check_turns(self, chat: Chat, *, is_open: bool) -> None:
-        """Raise DataError if the model would see the turns in another way than the chat has them."""
-        ...
+    def ends(self) -> Mapping[int, str]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]: ...
+    def render(self, chat: Chat, *, is_open: bool) -> str: ...
+    def check_turns(self, chat: Chat, *, is_open: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReader:
-    """Makes prompts of rows."""
-
+    data: DataConfig
     encoder: Encoder
-    """Tokenizer and chat template."""
     max_prompt_tokens: int
-    """Longer prompts are refused."""
-    prompt_key: str = "prompt"
-    """Column that holds the prompt."""
-    columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    """data.columns."""
-    template_options: JsonMapping = field(default_factory=JsonObject)
-    """data.chat_template_kwargs."""
     is_for_agent: bool = False
     """The columns are an agent's task. It offers tools of its own, and its chats are rendered request by request."""
     left_out: dict[str, str] = field(default_factory=dict[str, str], init=False)
     """Columns of rows so far whose values JSON cannot hold, and the type of such a value: {"image": "bytes"}."""
 
     def prompt(self, row: Row, prompt_id: int) -> Prompt:
-        """Check and tokenize one row.
-
-        Raises:
-            DataError: The row cannot be a prompt. Names its place.
-        """
+        """Check and tokenize one row. Raises: DataError, which names its place."""
         where = row.where
-        columns = self._as_json(renamed(row, self.columns), where)
+        columns = self._as_json(renamed(row, self.data.columns), where)
         text, messages = self._text_of(columns, where)
         limit = self.max_prompt_tokens
         encode = partial(self.encoder.encode, add_special_tokens=messages is None)  # chat templates bring their own
@@ -96,7 +74,7 @@ class PromptReader:
             )
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")
-        fields = {key: value for key, value in columns.items() if key != self.prompt_key}
+        fields = {key: value for key, value in columns.items() if key != self.data.prompt_key}
         return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
 
     def _as_json(self, columns: JsonObject, where: str) -> JsonObject:
@@ -106,14 +84,14 @@ class PromptReader:
             try:
                 found[name] = json.loads(json.dumps(value, default=_text_of_value))
             except TypeError as e:
-                if name == self.prompt_key:
+                if name == self.data.prompt_key:
                     raise DataError(f"{where}: column {name!r} holds {e}; a prompt is text, or messages of text") from e
                 self.left_out.setdefault(name, str(e))
         return found
 
     def _text_of(self, row: JsonObject, where: str) -> tuple[str, list[JsonObject] | None]:
         """(the prompt's text, the messages that it was rendered from)."""
-        key = self.prompt_key
+        key = self.data.prompt_key
         if key not in row:
             raise DataError(
                 f"{where}: no column {key!r} (data.prompt_key); the columns are {listed(row)}"
@@ -131,7 +109,7 @@ class PromptReader:
             is_empty = not value.strip()
         elif is_list(value) and value:
             messages = messages_in(value, f"{where}: column {key!r}")
-            chat = chat_of(messages, used, self.template_options, where)
+            chat = chat_of(messages, used, self.data.chat_template_kwargs, where)
             if not self.is_for_agent:
                 check_turns(self.encoder, chat, where, is_open=True)
             text = rendered(self.encoder, chat, where, is_open=True)
@@ -160,10 +138,7 @@ def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> t
 
 def check_text(text: str, where: str) -> None:
     """Refuse what JSON allows but a text cannot contain: half of a surrogate pair, which tokenizers refuse, and NUL.
-
-    Raises:
-        DataError: Names the place and the character.
-    """
+    Raises: DataError."""
     if (nul := text.find("\0")) >= 0:
         raise DataError(f"{where}: character {nul + 1} of the text is NUL; remove it")
     try:
@@ -184,10 +159,7 @@ def _text_of_value(value: object) -> str:
 
 def messages_in(value: object, what: str) -> list[JsonObject]:
     """The chat messages of a column. A field that is null counts as missing: Parquet gives all structs all fields.
-
-    Raises:
-        DataError: See text_messages. Begins with `what`.
-    """
+    Raises: DataError that begins with `what`."""
     try:
         return [{**without_nulls(message), "content": message["content"]} for message in text_messages(value)]
     except DataError as e:
@@ -203,10 +175,7 @@ def without_nulls(value: Any) -> Any:
 
 def chat_of(messages: Sequence[JsonObject], columns: JsonMapping, options: JsonMapping, where: str) -> Chat:
     """What the chat template is given of a row: its messages, its tools, and its options on top of the run's.
-
-    Raises:
-        DataError: The column `tools` or `chat_template_kwargs` holds something else.
-    """
+    Raises: DataError."""
     try:
         given, own = columns.get(TOOLS), template_options(columns.get(TEMPLATE_OPTIONS))
         tools = tools_of(given)
@@ -216,28 +185,20 @@ def chat_of(messages: Sequence[JsonObject], columns: JsonMapping, options: JsonM
 
 
 def rendered(encoder: Encoder, chat: Chat, where: str, *, is_open: bool) -> str:
-    """The text of a row's chat.
-
-    Raises:
-        DataError: The template refuses it. Names the row.
-    """
+    """The text of a row's chat. Raises: DataError, where the template refuses it."""
     with _refusals_of(where):
         return encoder.render(chat, is_open=is_open)
 
 
 def check_turns(encoder: Encoder, chat: Chat, where: str, *, is_open: bool) -> None:
-    """Refuse a row whose turns the chat template refuses, or writes in another way than the row has them.
-
-    Raises:
-        DataError: Names the row and the message.
-    """
+    """Refuse a row whose turns the chat template refuses, or writes in another way than the row has them. Raises:
+    DataError."""
     with _refusals_of(where):
         encoder.check_turns(chat, is_open=is_open)
 
 
 @contextlib.contextmanager
 def _refusals_of(where: str) -> Generator[None]:
-    """Name the row in what the template does not take."""
     try:
         yield
     except DataError as e:
@@ -248,11 +209,7 @@ def _refusals_of(where: str) -> Generator[None]:
 
 def check_plain_text(columns: JsonMapping, where: str, *names: str) -> None:
     """Refuse what is for chat templates, through which plain text does not go: columns beside it, and messages that
-    were made text, as CSV does.
-
-    Args:
-        names: Columns with the text.
-    """
+    were made text, as CSV does, in the columns `names`."""
     for name in (TOOLS, TEMPLATE_OPTIONS):
         if columns.get(name):
             raise DataError(

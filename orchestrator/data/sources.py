@@ -7,7 +7,7 @@
     hf:REPO[@REVISION]:CONFIG:SPLIT                   such as hf:openai/gsm8k:main:train
 
 Owns: these forms, reading them from any row on, and data.columns, which gives columns other names. Does not own what a
-row must hold (prompts.py, inputs/rows/conversations.py) nor the order in which rows are used (streams.py).
+row must hold (prompts.py, inputs/rows/conversations.py).
 Invariant: reading from `row.after` goes on with the row that follows `row`. A reader holds a few rows at a time,
 however many the source has. `datasets` is imported for the last three forms alone.
 """
@@ -31,9 +31,7 @@ from slipstream.conf.json_files import JsonMapping, JsonObject, is_object, objec
 from slipstream.rollout.errors import DataError
 
 PACKAGED = "pkg://"
-"""Prefix of files that ship in conf/data."""
 HUB = "hf:"
-"""Prefix of datasets that are named by their id."""
 FORMS = (
     "a .jsonl or .parquet file, a folder of Dataset.save_to_disk, or hf:REPO:SPLIT or hf:REPO:CONFIG:SPLIT "
     "(hf:openai/gsm8k:main:train)"
@@ -90,14 +88,12 @@ class Row:
 def read_rows(
     source: str, start: Position = START, *, stream: bool = False, option: str = "data.path"
 ) -> Iterator[Row]:
-    """Rows of a source in its own order, from `start` on.
+    """Rows of a source in its own order, from `start` on. Raises DataError: the source is missing, malformed or of
+    another kind. Names the file and, if it is one row, its place.
 
     Args:
         stream: Read a dataset of the Hub row by row, over the network, instead of downloading it first.
         option: Which option names the source, for the message where there is none.
-
-    Raises:
-        DataError: The source is missing, malformed or of another kind. Names the file and, if it is one row, its place.
     """
     if source.startswith(HUB):
         return _hub_rows(source, start, stream=stream)
@@ -120,10 +116,7 @@ def renamed(row: Row, columns: Mapping[str, str]) -> JsonObject:
     """The row's columns, and those that data.columns adds to them: name -> where its value is.
 
     Example: {"answer": "reward_model.ground_truth"} takes a field of a struct; {"prompt": "question|problem"} takes the
-    first of the two that the row has and that is not null: Parquet gives every row all columns.
-
-    Raises:
-        DataError: The row has none of a name's columns.
+    first of the two that the row has and that is not null: Parquet gives every row all columns. Raises: DataError.
     """
     found = dict(row.columns)
     for name, text in columns.items():
@@ -144,10 +137,7 @@ def listed(columns: JsonMapping) -> str:
 
 def other_names(columns: JsonMapping, *, with_answers: bool) -> str:
     """What to set for a row whose columns have other systems' names, to end a message with; "" for names of nobody.
-
-    Args:
-        with_answers: Whether the row must hold an answer to learn as well (SFT).
-    """
+    `with_answers`: the row must hold an answer to learn as well (SFT)."""
     if "conversations" in columns:
         if not with_answers:
             return (

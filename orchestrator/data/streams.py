@@ -4,8 +4,7 @@
     Streamed   what does not fit in memory: a buffer of rows is filled, shuffled, used up and filled again
     Mixed      several of these; who gives the next item is drawn with the sources' weights
 
-Owns: order and cursors. Does not own: rows and what is made of them (sources.py, prompts.py), the order that follows
-success rates (curriculum.py).
+Owns: order and cursors. Does not own: rows and what is made of them (sources.py, prompts.py).
 Invariant: what follows a cursor depends only on seed, options and rows, so a resumed run gets the items that it would
 have got. A cursor that belongs to other ones is refused.
 """
@@ -28,7 +27,6 @@ from slipstream.rollout.errors import DataError
 logger = logging.getLogger(__name__)
 
 DIGEST = "digest"
-"""What a cursor calls the digest of its items."""
 _CHOICES = 0x4D49
 """Keeps the draws of sources apart from the orders within them, which have the same seed."""
 FIRST_LOG_ITEMS, LOG_EVERY_ITEMS = 100, 1000
@@ -65,17 +63,13 @@ class Stream(ABC, Generic[Item]):
 
     @abstractmethod
     def load_state_dict(self, state: JsonObject) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            DataError: Items, seed or options differ: the cursor would point at other items.
-        """
+        """Continue where `state` was taken. Raises: DataError, where items, seed or options differ: the cursor would
+        point at other items."""
 
     def observe(self, prompt_id: int, rewards: Sequence[float | None]) -> None:
         """Take note of the rewards of one group. Every prompt that was drawn is observed once."""
 
     def metrics(self) -> dict[str, float | None]:
-        """Figures of the order, by metric name."""
         return {"data/epoch": self.epoch}
 
 
@@ -105,15 +99,9 @@ def digest(items: Sequence[Tokenized]) -> str:
 
 
 class Shuffled(Stream[Item]):
-    """Epoch after epoch, each in its own order.
+    """Epoch after epoch, each in an order that `seed` and the epoch decide, or without `shuffle` in the file's.
 
-    Example: three items may come as 2 0 1 | 0 2 1 | ...; after four of them the cursor is epoch 1, position 1.
-
-    Args:
-        items: At least one.
-        seed: Together with the epoch, it decides the order.
-        shuffle: False keeps the file's order in every epoch.
-    """
+    Example: three items may come as 2 0 1 | 0 2 1 | ...; after four of them the cursor is epoch 1, position 1."""
 
     def __init__(self, items: Sequence[Item], *, seed: int, shuffle: bool = True) -> None:
         if not items:
@@ -127,7 +115,6 @@ class Shuffled(Stream[Item]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next item, from 0."""
         return self._epoch
 
     def __next__(self) -> Item:
@@ -139,7 +126,6 @@ class Shuffled(Stream[Item]):
         return item
 
     def state_dict(self) -> JsonObject:
-        """Epoch, position, and what the order depends on."""
         return {"epoch": self._epoch, "position": self._position, **self._facts}
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -158,11 +144,8 @@ class _Buffer(Generic[Item]):
     items: Sequence[Item]
     epoch: int
     first: Position
-    """Before the first of the rows."""
     end: Position
-    """After the last of them."""
     ahead: Iterator[Row]
-    """The rows that follow."""
 
 
 class Streamed(Stream[Item]):
@@ -171,13 +154,8 @@ class Streamed(Stream[Item]):
     A full buffer is shuffled and used up, while a thread fills the next one: the event loop does not wait for a file or
     for the network. So a row moves by less than `buffer_rows` places, and the cursor is the buffer's first row and a
     number. At the end of the rows the first ones come again.
-
-    Args:
-        name: The source, for messages.
-        rows: Rows from a position on.
-        read: Makes an item of a row and its number; None leaves the row out. Raises DataError for a row that cannot be
-            one; the stream raises it when the items before that row's buffer are used up.
-        seed: Together with the pass and the buffer's first row, it decides the buffer's order.
+    `read` makes an item of a row and its number; None leaves the row out. Of a row that cannot be one it raises
+    DataError, which the stream raises when the items before that row's buffer are used up.
     """
 
     def __init__(
@@ -201,7 +179,6 @@ class Streamed(Stream[Item]):
 
     @property
     def epoch(self) -> int:
-        """Complete passes over the source."""
         return self._buffer.epoch
 
     def __next__(self) -> Item:
@@ -256,12 +233,8 @@ class Streamed(Stream[Item]):
 
 
 class Mixed(Stream[Item]):
-    """Several streams. Item n comes from the stream that a random number of seed and n chooses, by weight.
-
-    Args:
-        streams: By the source's name, at least one.
-        weights: One per stream, above 0; their sum does not matter.
-    """
+    """Several streams, by their sources' names. Item n comes from the stream that a random number of seed and n
+    chooses, by weight; what the weights add up to does not matter."""
 
     def __init__(self, streams: Mapping[str, Stream[Item]], weights: Sequence[float], *, seed: int) -> None:
         shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
@@ -289,7 +262,6 @@ class Mixed(Stream[Item]):
         return item
 
     def shares(self) -> str:
-        """What each source has given, in words."""
         num_items = sum(self._counts)
         parts = [
             f"{name} {count} ({count / max(num_items, 1):.1%}, asked for {share:.1%}, pass {stream.epoch + 1})"
@@ -298,7 +270,6 @@ class Mixed(Stream[Item]):
         return f"{num_items} items were drawn: {', '.join(parts)}"
 
     def state_dict(self) -> JsonObject:
-        """How many items each source has given, and the cursors of all."""
         cursors = [stream.state_dict() for stream in self._streams]
         return {"counts": list(self._counts), "cursors": cursors, **self._facts}
 

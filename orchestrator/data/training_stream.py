@@ -1,7 +1,7 @@
 """The items of a run, from its `data` options: which sources, mixed how, in which order, with or without long rows.
 
-Owns: what the options mean. Does not own the orders themselves (streams.py, curriculum.py) nor what an item is: `read`
-makes one of a row and its id. The id of row r of source i, of k sources, is r k + i.
+Owns: what the options mean. Does not own what an item is: `read` makes one of a row and its id. The id of row r of
+source i, of k sources, is r k + i.
 """
 
 import logging
@@ -15,16 +15,7 @@ from typing import Generic
 from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.schema import DataConfig, Order
 from slipstream.orchestrator.data.sources import Row, read_rows
-from slipstream.orchestrator.data.streams import (
-    DIGEST,
-    Item,
-    Mixed,
-    Shuffled,
-    Stream,
-    Streamed,
-    check_cursor,
-    digest,
-)
+from slipstream.orchestrator.data.streams import DIGEST, Item, Mixed, Shuffled, Stream, Streamed, check_cursor, digest
 from slipstream.rollout.errors import DataError, RowTooLong
 
 logger = logging.getLogger(__name__)
@@ -41,12 +32,9 @@ MakeStream = Callable[[Sequence[Item], int], Stream[Item]]
 
 @dataclass(frozen=True, slots=True)
 class Items(Generic[Item]):
-    """What a source gives."""
-
     found: list[Item]
     """At least one, in the source's order."""
     num_too_long: int
-    """Rows that data.drop_too_long left out."""
 
     def __str__(self) -> str:
         left_out = f" ({self.num_too_long} too long and left out)" if self.num_too_long else ""
@@ -56,14 +44,9 @@ class Items(Generic[Item]):
 def training_stream(
     data: DataConfig, read: Read[Item], *, seed: int, order: MakeStream[Item] | None = None
 ) -> Stream[Item]:
-    """The run's training items, endlessly. Without data.stream, all rows are read and checked by this call.
-
-    Args:
-        order: Makes a stream of a source's items and a seed. None: as data.order says.
-
-    Raises:
-        DataError: A source is missing or malformed, or one of the rows that were read cannot be an item.
-    """
+    """The run's training items, endlessly. Without data.stream, all rows are read and checked by this call. Raises
+    DataError: a source is missing or malformed, or one of the rows that were read cannot be an item.
+    `order` makes a stream of a source's items and a seed, in place of data.order."""
     shuffle = data.order is not Order.given
     order = order or (lambda items, own_seed: Shuffled(items, seed=own_seed, shuffle=shuffle))
     streams: dict[str, Stream[Item]] = {}
@@ -88,13 +71,8 @@ def training_stream(
 def training_items(
     data: DataConfig, index: int, read: Read[Item], most_rows: int | None = None, verb: str = "reading"
 ) -> Items[Item]:
-    """The items of data.training_sources[index]; with data.stream, or with most_rows, those of its first rows.
-
-    Args:
-        verb: What the log says of a source that takes long.
-
-    Raises: as training_stream.
-    """
+    """The items of data.training_sources[index]; with data.stream, or with most_rows, those of its first rows. `verb`
+    is what the log says of a source that takes long. Raises: as training_stream."""
     source = data.training_sources[index]
     most = most_rows if most_rows is not None else data.stream_buffer_rows if data.stream else None
     option = "data.sources" if data.sources else "data.path"
@@ -103,14 +81,8 @@ def training_items(
 
 
 def check_goes_on(data: DataConfig, cursor: JsonMapping, items: Sequence[Items[Item]] | None) -> None:
-    """Refuse what the stream would refuse when it loads this cursor, as far as is known before it is made.
-
-    Args:
-        items: Those of each training source, all and as the run reads them; None: they are not known.
-
-    Raises:
-        DataError: Order or rows are others.
-    """
+    """Refuse what the stream would refuse when it loads this cursor, as far as is known before it is made: `items` are
+    those of each training source, all and as the run reads them. Raises: DataError."""
     for index, own in enumerate(cursor.get("cursors", [cursor])):
         if "shuffle" in own:
             check_cursor(own, {"shuffle": data.order is not Order.given}, {"shuffle": "data.order"})
@@ -119,10 +91,8 @@ def check_goes_on(data: DataConfig, cursor: JsonMapping, items: Sequence[Items[I
 
 
 def held_out_items(data: DataConfig, read: Read[Item], verb: str = "reading") -> dict[str, Items[Item]]:
-    """The items of every held-out set, by its name (DataConfig.held_out_sources); ids are the numbers of rows.
-
-    Raises: as training_stream.
-    """
+    """The items of every held-out set, by its name (DataConfig.held_out_sources); ids are the numbers of rows. Raises:
+    as training_stream."""
     found: dict[str, Items[Item]] = {}
     for name, source in data.held_out_sources.items():
         rows = read_rows(source, option=f"data.eval_sets.{name}" if name else "data.eval_path")
@@ -149,7 +119,6 @@ def _saying(source: str, rows: Iterable[Row], verb: str) -> Iterator[Row]:
 
 
 def _reader(data: DataConfig, index: int, read: Read[Item]) -> ReadSome[Item]:
-    """`read` for rows of data.training_sources[index]."""
     num_sources = len(data.training_sources)
     return lambda row, number: _unless_too_long(data, read, row, number * num_sources + index)
 

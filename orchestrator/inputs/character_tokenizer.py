@@ -5,8 +5,7 @@
 cut after `vocab_size` entries, so a vocabulary of 64 holds lower case, digits and the first 23 of the punctuation. The
 table is fixed: a character has the same id in every run. Text is prefixed with <bos> unless the caller says no.
 
-Owns: the table, the chat template, and the files of the tokenizer. Does not own: tokenizers that are given as a folder
-(text_encoder.py). Needs `tokenizers`, not torch.
+Needs `tokenizers`, not torch.
 """
 
 import json

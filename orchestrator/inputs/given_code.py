@@ -1,24 +1,23 @@
 """Checks of the code and the services that a run is given: reward, agent, loss, advantage and teacher are tried before.
 
-Owns: how each is tried, in a process of its own where it is the user's code. Does not own: the order of all checks
-(preflight.py).
+Owns: how each is tried, in a process of its own where it is the user's code.
 """
 
 import pickle
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import is_function_path
 from slipstream.conf.plural import counted
-from slipstream.conf.schema import Objective, RunConfig
+from slipstream.conf.schema import ANSWER, Objective, RunConfig
 from slipstream.orchestrator.files.kept_code import AGENT_COPY, edited, edited_algorithm, own_algorithm
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.own_advantage import try_advantage
-from slipstream.orchestrator.inputs.reward_facts import who_judges
 from slipstream.orchestrator.inputs.rows.prompt_rows import first_prompts
 from slipstream.orchestrator.inputs.text_encoder import template_knows_tools, tokenizer_folder
 from slipstream.rollout.agents.episode_runner import check_agent
@@ -29,6 +28,8 @@ TRY_S = 300.0
 """Longest that a loss of the user's own may take to be tried, PyTorch's import included."""
 CONNECT_S = 3.0
 _PORTS = {"http": 80, "https": 443}
+DEFAULT_REWARD = "exact_match"
+_MEANING = f"1 if a response equals the row's column {ANSWER!r}, otherwise 0"
 
 
 def check_reward_loads(config: RunConfig) -> Fact | None:
@@ -40,6 +41,33 @@ def check_reward_loads(config: RunConfig) -> Fact | None:
     judges = {part.judge.base_url for part in config.reward.by_name.values() if part.kind == "judge"}
     silent = [found for url in sorted(judges) if (found := _cannot_be_reached(url))]
     return Fact("reward", "; ".join([who_judges(config), *silent]) + edited(config, files), is_warning=bool(silent))
+
+
+def who_judges(config: RunConfig) -> str:
+    """The rewards with their weights; with an agent, what it returns, and the reward beside it that somebody chose."""
+    reward, agent = config.reward, config.rollout.agent
+    parts = ", ".join(f"{part.weight:g} x {name}" for name, part in reward.by_name.items()) if reward.parts else ""
+    if agent is not None:
+        return "what the agent returns" + (
+            "" if _is_default(config) else f"; where that is None, {parts or reward.kind}"
+        )
+    return parts or (f"{DEFAULT_REWARD}: {_MEANING}" if reward.kind == DEFAULT_REWARD else reward.kind)
+
+
+def unchosen_reward(config: RunConfig, overrides: Sequence[str]) -> str:
+    """The line that says that a new run's reward is the default one; empty if a word chose it, or an agent judges."""
+    is_chosen = any(word.lstrip("+~").startswith("reward") for word in overrides)
+    trains = config.algorithm.objective is Objective.policy and config.run.num_steps > 0 and config.run.resume is None
+    if is_chosen or not trains or config.rollout.agent is not None or not _is_default(config):
+        return ""
+    return (
+        f"reward: {DEFAULT_REWARD}, which no word of the command chose: {_MEANING}; another: reward=math, or "
+        "reward.kind=FILE.py:function (docs/rewards.md)"
+    )
+
+
+def _is_default(config: RunConfig) -> bool:
+    return config.reward.kind == DEFAULT_REWARD and not config.reward.parts
 
 
 def _cannot_be_reached(url: str) -> str:
@@ -126,4 +154,3 @@ def _check_template_knows_tools(config: RunConfig) -> None:
 
 
 CODE_CHECKS = (check_reward_loads, check_algorithm_loads, check_teacher_answers, check_agent_loads)
-"""In the order of the report."""

@@ -2,13 +2,12 @@
 
     RunConfig --one function per subject--> a Fact, or a ConfigError
 
-Owns: judgements about the machine. Does not own: how facts about it are read (orchestrator/machine.py). A cluster that
-is not the run's own may have other machines, which are not checked here.
+Does not own: how facts about it are read (orchestrator/machine.py). A cluster that is not the run's own may have other
+machines, which are not checked here.
 """
 
 import math
 import os
-from pathlib import Path
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.checks.sections import why_not_on_device
@@ -18,7 +17,7 @@ from slipstream.conf.schema import Device, DType, Objective, RemoteMerge, Rollou
 from slipstream.conf.schema.rules import refuse_first
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
-from slipstream.orchestrator.inputs.object_store import object_store_bytes, route_bytes
+from slipstream.orchestrator.inputs.object_store import SHM, object_store_bytes, route_bytes
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers, few_open_files
 from slipstream.orchestrator.socket_folder import socket_folder, where_sockets_lie
 from slipstream.rollout.engine.engine_options import CPU_KV_CACHE_BYTES, CPU_RANK_BYTES
@@ -31,8 +30,7 @@ MAX_PROCESSES_PER_CORE = 8
 TRAINER_RANK_BYTES = 300 << 20
 """Memory of a rank on CPUs, without weights. Measured (Pss) with the quick start."""
 ENGINE_QUEUE_BYTES = 160 << 20
-"""Bytes of /dev/shm for the messages of an engine with several ranks: 10 chunks of 16 MiB (vLLM 0.32,
-`multiproc_executor.py`, `check_shm_free_space`)."""
+"""Bytes of /dev/shm for the messages of an engine with several ranks: 10 chunks of 16 MiB (vLLM 0.32)."""
 MIN_FREE_BYTES = 256 << 20
 """Free space of the run's folder, and of the one for temporary files: logs, metrics, checkpoints of a tiny model."""
 BESIDE_ENGINES = "of a GPU's memory beside its engine"
@@ -185,7 +183,6 @@ def _base_bytes(config: RunConfig) -> int:
 
 
 def _zone_bytes(config: RunConfig) -> int:
-    """Bytes of each engine rank in which changes land."""
     return config.weight_sync.delta_bytes if config.algorithm.objective is Objective.policy else 0
 
 
@@ -197,15 +194,12 @@ def _without_more(config: RunConfig) -> str:
 
 
 def check_routes(config: RunConfig, machine: Machine) -> Fact | None:
-    """What recorded routes take of Ray's object store."""
-    routes = route_bytes(config)
-    if routes is None:
+    per_token, needed = route_bytes(config)
+    if not needed:
         return None
-    found = (
-        f"recorded and replayed: {routes.per_token} bytes per token, {routes.at_a_time / 1e9:.2f} GB at most at a time"
-    )
+    found = f"recorded and replayed: {per_token} bytes per token, {needed / 1e9:.2f} GB at most at a time"
     store = object_store_bytes(config, machine)
-    if routes.at_a_time <= store or config.cluster.ray_address is not None:
+    if needed <= store or config.cluster.ray_address is not None:
         return Fact("routes", found)
     return Fact(
         "routes",
@@ -219,7 +213,7 @@ def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
     """/dev/shm holds Ray's object store and the message queues of engines with several ranks."""
     if config.cluster.ray_address is not None:
         return Fact("/dev/shm", "not looked at: the machines of a Ray cluster")
-    free = machine.free_bytes(Path("/dev/shm"))
+    free = machine.free_bytes(SHM)
     found = f"{free >> 20} MiB free"
     rollout, store = config.rollout, object_store_bytes(config, machine)
     is_in_several = config.algorithm.objective is Objective.policy and rollout.tp_size > 1
@@ -237,7 +231,6 @@ def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
 
 
 def check_caches(config: RunConfig, machine: Machine) -> Fact:
-    """What is compiled can be kept."""
     return Fact("caches", f"in {where_caches_lie()}")
 
 
@@ -320,4 +313,3 @@ MACHINE_CHECKS = (
     check_ray_cluster,
     check_dashboard_port,
 )
-"""In the order of the report."""

@@ -2,8 +2,7 @@
 needed.
 
 Finds what makes a run die minutes later, or compute another model: a missing shard, an interrupted download, a Git LFS
-pointer in a file's place, a checkpoint of another architecture, a head that is stored and said to be tied. The files
-are read by `weight_sync.disk.safetensors_files`.
+pointer in a file's place, a checkpoint of another architecture, a head that is stored and said to be tied.
 """
 
 import math
@@ -24,7 +23,6 @@ from slipstream.weight_sync.layout import TensorMeta
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PART_ELEMENTS = 1 << 24
-"""Elements that are compared at once."""
 
 _HUB_NAME = re.compile(r"(?!models/|runs/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -38,14 +36,8 @@ def download_first(folder: Path) -> str:
 
 
 def read_hf_config(folder: Path, subject: str) -> JsonObject:
-    """config.json of a model's folder; or the file itself, where that is given.
-
-    Args:
-        subject: What the user was asked for, to name it: "model.path", "MODEL".
-
-    Raises:
-        ConfigError: There is none, or it is no JSON object.
-    """
+    """config.json of a model's folder; or the file itself, where that is given. `subject` is what the user was asked
+    for: "model.path", "MODEL". Raises: ConfigError, where there is none, or it is no JSON object."""
     path = folder if folder.is_file() else folder / "config.json"
     try:
         return read_json_object(path)
@@ -81,14 +73,8 @@ def _model_of(folder: Path) -> str:
 
 def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:
     """Check that the folder's safetensors files are whole and hold every expected tensor in its shape. A head that is
-    stored though none is expected has to be the embedding table.
-
-    Returns:
-        Bytes of all shards.
-
-    Raises:
-        ConfigError: naming the file, and the first tensors that are missing, of another shape, or unequal.
-    """
+    stored though none is expected has to be the embedding table. Returns the bytes of all shards. Raises ConfigError:
+    naming the file, and the first tensors that are missing, of another shape, or unequal."""
     index = read_index(folder, "model.path", ", or set model.init=random to draw them")
     stored = language_model_tensors(index, [tensor.name for tensor in expected])
     missing = [tensor.name for tensor in expected if tensor.name not in stored]

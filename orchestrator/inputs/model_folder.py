@@ -1,10 +1,8 @@
 """The model folder of a run: what engines and the prompt encoder read. Config and tokenizer, never weights.
 
 Owns: `hf_config` (the one config that trainer and engines both see), generation_config.json, the tokenizer's files.
-Does not own: weights (version 0 comes by publish), what a tokenizer is (text_encoder, character_tokenizer), nor which
-architectures exist in detail (conf/architecture).
+Does not own: weights (version 0 comes by publish).
 Invariant: trainer and engines are built from the same config.json; no part of it is filled in by only one of them.
-Needs `tokenizers`, not torch.
 """
 
 import json
@@ -37,17 +35,12 @@ _TOKENIZER_FILES = (
 class PreparedModel:
     folder: Path
     hf_config: JsonObject
-    """Content of config.json."""
 
 
 def prepare_model(config: ModelConfig, folder: Path, began: datetime | None = None) -> PreparedModel:
     """Write config.json, generation_config.json and the tokenizer into `folder`, each whole: a resumed run has them.
-
-    Args:
-        began: When the run began: what the chat template takes for the present, so that a resume has the same prompts.
-
-    Raises:
-        ConfigError: a file of model.path is missing or unreadable, model_type is unknown, or no tokenizer is named.
+    Raises ConfigError: a file of model.path is missing or unreadable, model_type is unknown, or no tokenizer is named.
+    `began`, when the run began, is what the chat template takes for the present, so that a resume has the same prompts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = resolve_hf_config(config)
@@ -70,12 +63,8 @@ def prepare_model(config: ModelConfig, folder: Path, began: datetime | None = No
 
 
 def complete_export(model: Path, export: Path) -> None:
-    """Put tokenizer and generation_config.json beside an exported model, which can then be served as it is.
-
-    Args:
-        model: What prepare_model() made.
-        export: Holds config.json and weights.
-    """
+    """Put tokenizer and generation_config.json of what prepare_model() made beside an exported model, which can then be
+    served as it is."""
     for name in (*_TOKENIZER_FILES, "generation_config.json"):
         if (model / name).is_file():
             shutil.copyfile(model / name, export / name)
@@ -83,11 +72,8 @@ def complete_export(model: Path, export: Path) -> None:
 
 def resolve_hf_config(config: ModelConfig) -> JsonObject:
     """config.json of model.path (of a model with a vision tower, its language model's), model.hf_config on top of it,
-    and the format of the weights.
-
-    Raises:
-        ConfigError: config.json cannot be read or describes no known model, or a field of model.hf_config is misspelt.
-    """
+    and the format of the weights. Raises ConfigError: config.json cannot be read or describes no known model, or a
+    field of model.hf_config is misspelt."""
     base: JsonObject = {}
     if config.path is not None:
         base = of_language_model(read_hf_config(Path(config.path), "model.path"))
@@ -103,11 +89,7 @@ def resolve_hf_config(config: ModelConfig) -> JsonObject:
 
 
 def engine_checkpoint(hf_config: HfConfig, dtype: DType) -> list[TensorMeta]:
-    """Every tensor that an engine of this model loads.
-
-    Raises:
-        ConfigError: an architecture or a quantization that cannot be published.
-    """
+    """Every tensor that an engine of this model loads. Raises: ConfigError, for one that cannot be published."""
     tensors = read_config(dict(hf_config)).checkpoint_tensors(dtype.value)
     return engine_tensors(tensors, BlockFp8.from_hf_config(hf_config))
 

@@ -1,8 +1,7 @@
 """An advantage of the user's own: `algorithm.advantage=FILE.py:function`, with (groups) -> advantages.
 
-Owns: how it is found and called, what it may return, and how it is tried before a run. Does not own: advantages that
-ship (loop/advantages.py), or the tokens that get them (loop/samples.py). It runs in the run's own process, in a step.
-Invariant: what is wrong with it is one message that names the option.
+Owns: how it is found and called, what it may return, and how it is tried before a run. It runs in the run's own
+process, in a step. Invariant: what is wrong with it is one message that names the option.
 """
 
 import inspect
@@ -33,11 +32,7 @@ _SIGNATURE = (
 
 
 def own_advantage(value: str) -> AdvantageFunction:
-    """The function that `value`, algorithm.advantage, names.
-
-    Raises:
-        ConfigError: It is a function that cannot be imported, or takes other arguments.
-    """
+    """The function that `value`, algorithm.advantage, names. Raises: ConfigError."""
     function = import_function("algorithm.advantage", value)
     try:
         inspect.signature(function).bind("groups")
@@ -62,14 +57,8 @@ def own_advantage(value: str) -> AdvantageFunction:
 
 def try_advantage(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Call the function on a group of each prompt. A group has the size and the reward parts of the run's; what its
-    responses say and are worth is made up, and one reward failed.
-
-    Args:
-        prompts: Of the run's own rows; without any, it is only looked at how the function can be called.
-
-    Raises:
-        ConfigError: It cannot be used.
-    """
+    responses say and are worth is made up, and one reward failed. Without prompts, it is only looked at how the
+    function can be called. Raises: ConfigError."""
     function = own_advantage(config.algorithm.advantage)
     groups = [_made_up(config, prompt, has_failure=prompt is prompts[-1]) for prompt in prompts]
     try:

@@ -3,14 +3,12 @@
     RunConfig --one function per subject--> a Fact each, or a problem each --> PreflightReport, or one PreflightError
 
 Owns: checks of packages, model, adapter, tokenizer and run folder, and the order of all checks. Does not own: rules
-between options (conf/checks/), rows of data files (prompt_rows.py), rewards, agents and other code that is given
-(given_code.py), the machine (machine_checks.py).
+between options (conf/checks/).
 Invariant: nothing is written but what `datasets` downloads into its cache, and neither torch nor Ray is loaded. It
 takes seconds, unless data is downloaded, or a large checkpoint is to be resumed, which is read whole. Every problem is
 found in one go, so that nobody repairs one to meet the next.
 """
 
-import importlib.util
 import math
 import os
 import time
@@ -36,10 +34,9 @@ from slipstream.orchestrator.files.held_out import choosing_metrics
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
-from slipstream.orchestrator.inputs.engine_needs import check_engine_needs
+from slipstream.orchestrator.inputs.environment_checks import check_engine_needs, check_loggers, check_packages
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.given_code import CODE_CHECKS
-from slipstream.orchestrator.inputs.logger_checks import check_loggers
 from slipstream.orchestrator.inputs.machine_checks import MACHINE_CHECKS, MIN_FREE_BYTES
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
@@ -47,10 +44,7 @@ from slipstream.orchestrator.inputs.resumed import resumable
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
-from slipstream.rollout.engine.engine_options import known_arguments
 from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
-
-_PACKAGES = ("torch", "vllm", "ray", "mooncake", "transformers", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +57,7 @@ class PreflightReport:
 
 
 def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport:
-    """Check the run against the machine and its files.
-
-    Raises:
-        PreflightError: with every problem found. Nothing was started.
-    """
+    """Check the run against the machine and its files. Raises: PreflightError with every problem found."""
     device = Device(resolve_device(config.cluster.device, machine))
     config = follow_latest(replace(config, cluster=replace(config.cluster, device=device)))
     facts: list[Fact] = []
@@ -83,23 +73,6 @@ def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport
     if problems:
         raise PreflightError(_join(problems))
     return PreflightReport(config, tuple(facts))
-
-
-def check_packages(config: RunConfig) -> Fact:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"this environment lacks {', '.join(missing)}: install Slipstream with its extra, "
-            f"slipstream-rl[{'gpu' if config.cluster.device is Device.cuda else 'cpu'}], or run `make setup`"
-        )
-    known = known_arguments() if config.rollout.engine_options else None
-    for name in config.rollout.engine_options:
-        if known is not None and name not in known:
-            hint = did_you_mean(name, known)
-            raise ConfigError(
-                f"rollout.engine_options.{name}: this vLLM's engine has no such argument. {hint}".rstrip()
-            )
-    return Fact("packages", "present (versions: slipstream doctor)")
 
 
 def check_model(config: RunConfig) -> Fact:
@@ -182,7 +155,6 @@ def check_tokenizer(config: RunConfig) -> Fact:
 
 
 def check_sampling(config: RunConfig) -> Fact | None:
-    """How responses are drawn and end."""
     if config.algorithm.objective is not Objective.policy:
         return None
     sampling = config.rollout.sampling
@@ -300,7 +272,6 @@ OPTION_CHECKS = (
     check_loggers,
     check_checkpoint_dir,
 )
-"""In the order of the report; then come those of the machine, and check_run_folder."""
 
 
 def _join(problems: list[str]) -> str:

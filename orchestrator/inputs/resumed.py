@@ -1,7 +1,7 @@
 """What a run that is to be resumed goes on from, and whether its rows are those that it began with.
 
-Owns: where that is found before anything starts. Does not own: the checkpoint (checkpoints/run_checkpoint.py), the
-processes that wait (checkpoints/journal.py), what makes an order another one (data/training_stream.py).
+Owns: where that is found before anything starts. Does not own: what makes an order another one
+(data/training_stream.py).
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,8 @@ from slipstream.orchestrator.files.run_folder import RunFolder, resumed_folder
 
 
 def resumable(config: RunConfig) -> Resumable | None:
-    """What a resumed run goes on from: processes that wait for it, or a checkpoint; None of another run.
-
-    Raises:
-        CheckpointError: there is none, or it is of a run with other options.
-    """
+    """What a resumed run goes on from: processes that wait for it, or a checkpoint; None of another run. Raises:
+    CheckpointError, where there is none, or it is of a run with other options."""
     root = resumed_folder(config.run)
     if root is None or config.run.resume is None:
         return None
@@ -31,11 +28,8 @@ def resumable(config: RunConfig) -> Resumable | None:
 
 def check_rows_go_on(config: RunConfig, items: Sequence[Items[Item]] | None) -> None:
     """Refuse other rows than a resumed run began with, or another order of them. What else is wrong with what it goes
-    on from, the check of its folder reports (preflight.check_run_folder).
-
-    Args:
-        items: Those of each training source as the run reads them; None: they are not known.
-    """
+    on from, the check of its folder reports. `items` are those of each training source as the run reads them, if they
+    are known."""
     try:
         found = resumable(config)
     except SlipstreamError:

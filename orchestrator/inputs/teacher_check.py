@@ -2,7 +2,7 @@
 
     GET /models --> the model, its longest sequence      POST /completions with a text --> the ids of its tokens
 
-Owns: what is asked once, and the messages. Does not own: the form of request and answer (rollout.teacher).
+Owns: what is asked once. Does not own: the form of request and answer (rollout.teacher).
 """
 
 import json
@@ -23,11 +23,7 @@ PROBE = "def f(r): r*3.14 # Größe 面積"
 
 
 def check_teacher(config: RunConfig) -> str:
-    """What was found, for people.
-
-    Raises:
-        ConfigError: The teacher does not answer, has no such model, takes too short sequences, or has other tokens.
-    """
+    """What was found, for people. Raises: ConfigError."""
     teacher = config.algorithm.teacher
     key = teacher.api_key_env
     if key is not None and key not in os.environ:

@@ -1,8 +1,7 @@
 """Text and chat messages to token ids, with the tokenizer of a folder.
 
-Owns: which files a tokenizer's folder must hold, and the encoder of prompts and conversations. Does not own: the
-character tokenizer's table (character_tokenizer.py). Plain text needs only `tokenizers`; chat templates load
-transformers.
+Owns: which files a tokenizer's folder must hold, and the encoder of prompts and conversations. Plain text needs only
+`tokenizers`; some chat templates load transformers.
 """
 
 from collections.abc import Sequence
@@ -60,11 +59,7 @@ def check_holds_tokenizer(option: str, folder: Path) -> None:
 
 
 class TextEncoder:
-    """Text or chat messages to token ids. Plain text needs only `tokenizers`; chat templates load transformers.
-
-    Args:
-        folder: A model's (model_folder.prepare_model), with tokenizer.json (check_holds_tokenizer).
-    """
+    """Text or chat messages to token ids, with a model's folder (model_folder.prepare_model)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,7 +86,6 @@ class TextEncoder:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def require_chat_template(self) -> None:
-        """Raise DataError unless the tokenizer has a chat template."""
         if not self._has_template:
             raise DataError(
                 "rows are lists of chat messages, and the tokenizer has no chat template (chat_template.jinja, "
@@ -100,7 +94,6 @@ class TextEncoder:
             )
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
-        """The chat template's text; `is_open` adds what precedes an assistant's answer. Raises: TemplateRefused."""
         self.require_chat_template()
         self._template.check(chat)
         return self._template.render(chat.messages, is_open=is_open, tools=chat.tools, options=chat.options)

@@ -1,17 +1,15 @@
 """One agent process: `python -m slipstream.rollout.agents.agent_process FD`. Runs many episodes of the user's agent.
 
     first message: the agent's name                       ready: source file
-    question: task, base_url, key, model                  answer: "ended", reward or None
-                                                                | "failed", kind, report, place
+    question: task, base_url, key, model                  answer: an outcome (user_processes/outcomes.py)
 
-Owns: what is answered. Does not own: the connection and the event loop (user_processes/serve.py), limits and deadlines
-(episode.py, service.py), nor the end of what an agent starts (user_processes/keeper.py).
+Does not own: the connection and the event loop (user_processes/serve.py), limits and deadlines (episode.py,
+service.py), nor the end of what an agent starts (user_processes/keeper.py).
 """
 
 import asyncio
 import inspect
 import os
-import reprlib
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,21 +19,17 @@ import aiohttp
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import file_of, has_form, import_function
 from slipstream.conf.json_files import JsonObject
-from slipstream.rollout.agents.failures import NOT_A_NUMBER, RAISED
 from slipstream.rollout.agents.session import Session
 from slipstream.rollout.errors import AgentError
-from slipstream.rollout.plain_number import plain_number
-from slipstream.rollout.user_processes.serve import Answer, report_of, serve
+from slipstream.rollout.user_processes.outcomes import NOTHING, RAISED, SCORE, Outcome, no_number, plain_number, raised
+from slipstream.rollout.user_processes.serve import Answer, serve
 
 Agent = Callable[[JsonObject, Session], Awaitable[Any]]
 
 
 def load_agent(name: str) -> Agent:
-    """The function at `package.module:function` or `FILE.py:function`.
-
-    Raises:
-        AgentError: The module does not import, has no such name, or it is not an async function of two arguments.
-    """
+    """The function at `package.module:function` or `FILE.py:function`. Raises AgentError: the module does not import,
+    has no such name, or it is not an async function of two arguments."""
     try:
         function = import_function("rollout.agent", name)
     except ConfigError as e:
@@ -51,21 +45,18 @@ def load_agent(name: str) -> Agent:
     return function
 
 
-async def _run(agent: Agent, client: aiohttp.ClientSession, task: JsonObject, *connection: str) -> list[object]:
-    """One episode. Returns the message that tells its end."""
+async def _run(agent: Agent, client: aiohttp.ClientSession, task: JsonObject, *connection: str) -> Outcome:
     try:
         reward = await agent(task, Session(client, *connection))
+        if reward is None:
+            return Outcome(NOTHING)
+        if (value := plain_number(reward)) is not None:
+            return Outcome(SCORE, value)
+        return no_number("an agent must return a finite number or None", reward)  # its own repr may raise
     except asyncio.CancelledError:
-        return ["failed", RAISED, "cancelled", "cancelled"]
+        return Outcome(RAISED, report="cancelled", place="cancelled")
     except BaseException as e:  # noqa: BLE001 - SystemExit of a user's function costs one episode, too
-        return ["failed", RAISED, *report_of(e)]
-    if reward is None:
-        return ["ended", None]
-    if (value := plain_number(reward)) is not None:
-        return ["ended", value]
-    kind = type(reward).__name__
-    report = f"an agent must return a finite number or None, got {kind}: {reprlib.repr(reward)}"
-    return ["failed", NOT_A_NUMBER, report, f"got {kind}"]
+        return raised(e)
 
 
 def _set_up(name: str) -> tuple[Answer, list[object]]:
@@ -75,9 +66,9 @@ def _set_up(name: str) -> tuple[Answer, list[object]]:
     async def answer(*question: Any) -> list[object]:
         nonlocal client
         if client is None:  # it belongs to an event loop
-            unlimited = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-            client = aiohttp.ClientSession(connector=unlimited[0], timeout=unlimited[1])
-        return await _run(agent, client, *question)
+            unlimited = aiohttp.ClientTimeout(total=None)
+            client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=unlimited)
+        return (await _run(agent, client, *question)).as_message
 
     return answer, [file_of(agent)]
 

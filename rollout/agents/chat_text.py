@@ -37,13 +37,7 @@ class Reply:
 
 
 class FolderChatText:
-    """See the module's docstring.
-
-    Args:
-        folder: With config.json, tokenizer.json and a chat template.
-        stop_token_ids: Tokens that end a response.
-        tool_parser: Name of one of vLLM's tool parsers; None: tools are refused.
-    """
+    """See the module's docstring. `tool_parser` is one of vLLM's; None: tools are refused."""
 
     def __init__(self, folder: Path, stop_token_ids: Sequence[int], tool_parser: str | None = None) -> None:
         self._template = ChatTemplate(folder)
@@ -72,11 +66,8 @@ class FolderChatText:
 
     def check(self, chat: Chat) -> None:
         """Refuse messages, tools and options that the model would not see, and tools whose calls the agent would not.
-
-        Raises:
-            DataError: There is no parser, or the template does not write or read them.
-            Exception: The template refuses the messages.
-        """
+        Raises DataError: there is no parser, or the template does not write or read them; Exception: the template
+        refuses the messages."""
         if chat.tools and self._parser is None:
             raise DataError(
                 "tools: rollout.episodes.tool_parser is null, so that no call would be found in what the model says; "
@@ -86,11 +77,8 @@ class FolderChatText:
         self._turns.check_shown(chat)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse what is no row of the model's embedding: an engine would end of it, and with it the run.
-
-        Raises:
-            DataError: Such a token.
-        """
+        """Refuse what is no row of the model's embedding: an engine would end of it, and with it the run. Raises
+        DataError: such a token."""
         if self._vocab_size is not None and max(token_ids, default=0) >= self._vocab_size:
             raise DataError(
                 f"token {max(token_ids)}: the model has vocab_size={self._vocab_size}; give ids of its own tokenizer"
@@ -130,6 +118,6 @@ class FolderChatText:
 
 def _call_meaning(function: JsonMapping) -> tuple[str, str]:
     arguments = function["arguments"]
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         arguments = json.dumps(json.loads(arguments), sort_keys=True)
     return function["name"], arguments

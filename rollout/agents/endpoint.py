@@ -7,9 +7,8 @@
 
 Owns: the protocol. Does not own: which fields of a request are refused (request_fields.py), what a request samples
 (episode.py), when an episode ends (service.py).
-What would make the log-probabilities that training needs wrong is refused or taken from the run's options: temperature
-and top_p are the run's, whatever a request says; constrained decoding is refused. A streamed answer is sent
-when it is complete, in the protocol's events.
+What would make the log-probabilities that training needs wrong is refused or taken from the run's options. A streamed
+answer is sent when it is complete, in the protocol's events.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from itertools import accumulate
 
 from aiohttp import web
 
-from slipstream.conf.json_files import JsonMapping, JsonObject
+from slipstream.conf.json_files import JsonMapping, JsonObject, is_object
 from slipstream.rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
 from slipstream.rollout.agents.failures import TURNS
 from slipstream.rollout.agents.request_fields import FIXED, FieldRefused, check_fields
@@ -37,19 +36,9 @@ MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 64
 
 
-class BadRequest(Exception):
-    """What a client asked for is refused; the message says why."""
-
-
 class Endpoint:
-    """See the module's docstring.
-
-    Args:
-        episodes: Key -> episode, of all that go on.
-        fixed: The run's values of what a request cannot choose (request_fields.FIXED).
-        tell: Called with what the user should read in the run's log.
-        stop: Texts at which the run ends every response.
-    """
+    """See the module's docstring. `episodes` are those that go on, by their keys; `fixed` are the run's values of what
+    a request cannot choose, and `stop` the texts that end all responses; `tell` writes into the run's log."""
 
     def __init__(
         self, episodes: Mapping[str, Episode], fixed: Mapping[str, float], tell: Callable[[str], None] = logger.warning,
@@ -63,11 +52,7 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> str:
-        """Listen. Returns the base URL.
-
-        Raises:
-            OSError: The port is taken, or the address is not this machine's.
-        """
+        """Listen. Returns the base URL. Raises: OSError."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", partial(self._answer, is_chat=True))
         app.router.add_post("/v1/completions", partial(self._answer, is_chat=False))
@@ -110,7 +95,7 @@ class Endpoint:
             return _error(500, str(e), "engine_failed")
         except web.HTTPException:
             raise
-        except (BadRequest, DataError) as e:
+        except DataError as e:
             return _error(400, str(e), "invalid_request")
         except FieldRefused as e:
             return _error(400, str(e), "invalid_request", param=e.name)
@@ -159,30 +144,30 @@ async def _body_of(request: web.Request) -> JsonObject:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as e:
-        raise BadRequest(f"the body is not JSON: {e}") from e
+        raise DataError(f"the body is not JSON: {e}") from e
     if not isinstance(body, dict):
-        raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
+        raise DataError(f"the body must be a JSON object, got {type(body).__name__}")
     return body
 
 
 def _check_values(body: JsonMapping, *, is_chat: bool) -> None:
-    """Refuse values of honoured fields that are not done. Raises: BadRequest."""
+    """Refuse values of honoured fields that are not done. Raises: DataError."""
     if body.get("model") not in (None, MODEL):
-        raise BadRequest(f'model={body["model"]!r:.40}: this endpoint has one model, "{MODEL}" (session.model)')
+        raise DataError(f'model={body["model"]!r:.40}: this endpoint has one model, "{MODEL}" (session.model)')
     if body.get("tool_choice") not in (None, "auto", "none"):
-        raise BadRequest(
+        raise DataError(
             'tool_choice: only "auto" and "none", as a forced call constrains decoding; ask for the call in a message'
         )
     for name in FIXED:
         if not isinstance(body.get(name), int | float | None) or isinstance(body.get(name), bool):
-            raise BadRequest(f"{name} must be a number, got {body[name]!r:.40}")
+            raise DataError(f"{name} must be a number, got {body[name]!r:.40}")
     names = "stream", "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens"
     for name in (*names, *(("logprobs",) if is_chat else ())):
         if not isinstance(body.get(name), bool | None):
-            raise BadRequest(f"{name} must be true or false, got {body[name]!r:.40}")
+            raise DataError(f"{name} must be true or false, got {body[name]!r:.40}")
     logprobs = body.get("logprobs")
     if not is_chat and logprobs not in (None, 0):
-        raise BadRequest(
+        raise DataError(
             f"logprobs={logprobs!r:.40} asks for the likeliest tokens; there are those of the sampled tokens alone: 0"
         )
 
@@ -192,7 +177,7 @@ def _number(body: JsonMapping, name: str, least: int, *, most: int | None = None
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        raise BadRequest(f"{name} must be a whole number from {least}{f' to {most}' if most else ''}, got {value!r}")
+        raise DataError(f"{name} must be a whole number from {least}{f' to {most}' if most else ''}, got {value!r}")
     return value
 
 
@@ -200,15 +185,13 @@ def _messages_of(body: JsonMapping) -> list[JsonObject]:
     try:
         return text_messages(body.get("messages"))
     except DataError as e:
-        raise BadRequest(f"messages: {e}") from e
+        raise DataError(f"messages: {e}") from e
 
 
 def _tools_of(body: JsonMapping) -> list[JsonObject]:
     tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(
-        isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
-    ):
-        raise BadRequest("tools must be a list of objects with a function")
+    if not isinstance(tools, list) or not all(is_object(one) and is_object(one.get("function")) for one in tools):
+        raise DataError("tools must be a list of objects with a function")
     return [] if body.get("tool_choice") == "none" else tools
 
 
@@ -220,7 +203,7 @@ def _prompt_of(body: JsonMapping) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         return prompt
-    raise BadRequest("prompt must be text, or a list of token ids; one prompt a request")
+    raise DataError("prompt must be text, or a list of token ids; one prompt a request")
 
 
 def _chat_answer(answers: list[Answer], body: JsonMapping) -> JsonObject:
@@ -259,7 +242,6 @@ def _token_ids(answer: Answer, body: JsonMapping, *names: str) -> JsonObject:
 
 
 def _tokens(answer: Answer, body: JsonMapping) -> list[str]:
-    """A text for each sampled token."""
     as_ids = body.get("return_tokens_as_token_ids")
     return [f"token_id:{token}" for token in answer.sampled.token_ids] if as_ids else answer.tokens
 

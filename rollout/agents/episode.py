@@ -12,8 +12,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slipstream.conf.json_files import JsonMapping
+from slipstream.conf.schema import EpisodesConfig, SamplingConfig
 from slipstream.rollout.agents.chat_text import FolderChatText, Reply
 from slipstream.rollout.agents.failures import TOKENS, TURNS
 from slipstream.rollout.agents.token_tree import Planned, TokenTree
@@ -24,7 +26,6 @@ MAX_CHARACTERS_PER_TOKEN = 64
 _TOO_LONG = "this model's maximum context length is {} tokens (rollout.max_model_len)"
 """OpenAI's and vLLM's words, by which clients tell that a conversation has become too long, whatever the code says."""
 MODEL = "policy"
-"""The one model of the endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,23 @@ class Limits:
     """Sampled tokens of one turn."""
     max_model_len: int
     """Prompt and sampled tokens of one turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """What the agents' service is told at its start."""
+
+    agent: str
+    folder: Path
+    """Model folder: tokenizer and chat template."""
+    stop_token_ids: list[int]
+    sampling: SamplingConfig
+    """rollout.sampling."""
+    episodes: EpisodesConfig
+    limits: Limits
+    blocked_s: float
+    environment: dict[str, str]
+    log_path: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +117,13 @@ Generate = Callable[[int | None, list[int], int], Awaitable[Sampled]]
 
 
 class Episode:
-    """See the module's docstring.
-
-    Args:
-        number: The controller's number of it.
-        template_options: Variables of the chat template, for requests that do not give them.
-    """
+    """See the module's docstring. `template_options` are for requests that do not give them."""
 
     def __init__(
-        self,
-        number: int,
-        chat: FolderChatText,
-        limits: Limits,
-        generate: Generate,
-        template_options: JsonMapping | None = None,
+        self, chat: FolderChatText, limits: Limits, generate: Generate, template_options: JsonMapping | None = None
     ) -> None:
-        self.number = number
         self.turns: list[TurnRecord] = []
         self.last_reply = ""
-        """Text of the newest turn."""
         self.last_finish_reason = "stop"
         self.reached = ""
         """The limit that was reached: TURNS, TOKENS, or ""."""
@@ -142,18 +148,9 @@ class Episode:
         max_tokens: int | None = None,
         skip_special_tokens: bool = True,
     ) -> Answer:
-        """One turn of a conversation.
-
-        Args:
-            skip_special_tokens: Whether the client gets the text without them. The run's reward does in any case.
-
-        Raises:
-            LimitReached: Nothing was sampled.
-            EpisodeOver: The episode ended, perhaps while this waited.
-            EngineFailed: See there.
-            DataError: A token is none of the model's.
-            Exception: The template refuses the messages.
-        """
+        """One turn of a conversation. Raises LimitReached: nothing was sampled; EpisodeOver: the episode ended, perhaps
+        while this waited; EngineFailed; DataError: a token is none of the model's; Exception: the template refuses the
+        messages. Without `skip_special_tokens` the client gets them; the run's reward does not."""
         self._check_size(sum(len(str(value)) for message in messages for value in message.values()))
         planned = self._tree.plan(messages, tools, {**self._template_options, **(options or {})})
         return await self._turn(planned, max_tokens, tools, skip_special_tokens, is_chat=True)
@@ -221,7 +218,6 @@ class Episode:
             )
 
     def _most_tokens(self, planned: Planned, asked: int | None) -> int:
-        """How many tokens the turn may sample."""
         if self._is_over:
             raise EpisodeOver("this episode is over")
         limits = self._limits

@@ -7,7 +7,7 @@
 
 Owns: the service process, and the tokens, log-probabilities and versions of each request, which stay in this process: a
 rollout is made of what the engine was given and what it returned. Does not own: conversations and limits
-(episode.py), agents (agent_pool.py), which engine serves (`generate`), rewards of the run.
+(episode.py), agents (agent_pool.py), which engine serves (`generate`).
 Invariant: run_group() returns one rollout per episode, whatever the agents do. It raises only if the engines are lost,
 or the service is.
 """
@@ -28,8 +28,7 @@ from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import EpisodesConfig, RunConfig, SamplingConfig
 from slipstream.rollout.agents.agent_pool import agent_pool
-from slipstream.rollout.agents.episode import Limits
-from slipstream.rollout.agents.service_options import ServiceOptions
+from slipstream.rollout.agents.episode import Limits, ServiceOptions
 from slipstream.rollout.branches import context_of
 from slipstream.rollout.channel import Channel, Disconnected
 from slipstream.rollout.errors import AgentError, EngineDied
@@ -59,8 +58,6 @@ class FinishedEpisode:
 
 @dataclass(slots=True)
 class _Open:
-    """An episode that goes on."""
-
     prompt: Prompt
     sampling: SamplingConfig
     ended: asyncio.Future[FinishedEpisode]
@@ -71,7 +68,6 @@ class _Open:
     num_requests: int = 0
 
     def next_seed(self) -> int | None:
-        """The seed of the next request, where the episode has one."""
         self.num_requests += 1
         if self.sampling.seed is None:
             return None
@@ -81,11 +77,7 @@ class _Open:
 
 def check_agent(config: RunConfig) -> Path:
     """Import the agent once, in a process of its own, to find out before a run starts whether that works. Returns the
-    file that defines it.
-
-    Raises:
-        AgentError: It cannot; the message names the option and the reason.
-    """
+    file that defines it. Raises AgentError: it cannot; the message names the option and the reason."""
 
     async def start() -> Path:
         episodes = config.rollout.episodes
@@ -106,12 +98,8 @@ def agent_environment(config: EpisodesConfig, environ: Mapping[str, str]) -> dic
 
 
 class EpisodeRunner:
-    """See the module's docstring. All methods belong to one event loop.
-
-    Args:
-        folder: Model folder: tokenizer and chat template.
-        log_path: File for what the service and agents print; a copy of the file that defines the agent goes beside it.
-    """
+    """See the module's docstring. All methods belong to one event loop. `log_path` is for what the service and agents
+    print; a copy of the file that defines the agent goes beside it."""
 
     def __init__(self, config: RunConfig, folder: Path, *, log_path: Path | None) -> None:
         self._config = config
@@ -130,11 +118,8 @@ class EpisodeRunner:
         """What the first episode that failed reported: for an exception, the end of its traceback."""
 
     async def start(self) -> str:
-        """Start the service and the agents. Returns the endpoint's base URL.
-
-        Raises:
-            AgentError: The agent cannot be set up, or the endpoint cannot listen.
-        """
+        """Start the service and the agents. Returns the endpoint's base URL. Raises AgentError: the agent cannot be set
+        up, or the endpoint cannot listen."""
         options = self._options()
         self._kept = kept = await KeptProcess.start(
             "slipstream.rollout.agents.service",
@@ -152,7 +137,8 @@ class EpisodeRunner:
             raise AgentError(rest[0])
         base_url, source = rest
         logger.info("agents: %s; their endpoint is %s", counted(options.episodes.num_processes, "process"), base_url)
-        self._keep_source(source)
+        copy = None if self._log_path is None else self._log_path.with_name("agent_source.py")
+        keep_copy(f"rollout.agent={self._config.rollout.agent}", Path(source), copy)
         self._listening = asyncio.create_task(self._listen(channel))
         return base_url
 
@@ -161,12 +147,8 @@ class EpisodeRunner:
         self._generate = generate
 
     async def run_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[FinishedEpisode]:
-        """Run `n` episodes of one prompt at once, by rollout.sampling unless told otherwise.
-
-        Raises:
-            Exception: What `generate` raised: no engine is left.
-            EngineDied: The service is gone.
-        """
+        """Run `n` episodes of one prompt at once, by rollout.sampling unless told otherwise. Raises Exception: what
+        `generate` raised: no engine is left; EngineDied: the service is gone."""
         if self._lost is not None:
             raise self._lost
         sampling = sampling or self._config.rollout.sampling
@@ -268,7 +250,6 @@ class EpisodeRunner:
         self._send(["sampled", request, rollout.token_ids, rollout.logprobs, rollout.finish_reason])
 
     def _finish(self, episode: _Open, said: JsonMapping) -> None:
-        """Put the rollout together, in the order of the turns."""
         if episode.ended.done():
             return
         if said["failure"]:
@@ -311,8 +292,3 @@ class EpisodeRunner:
                 "an episode failed (%s) on prompt %d and is left out; more of this kind are only counted:\n%s",
                 said["failure"], prompt.prompt_id, said["report"],
             )  # fmt: skip
-
-    def _keep_source(self, file: str) -> None:
-        """Copy the file that defines the agent into the run folder, and log its hash."""
-        copy = None if self._log_path is None else self._log_path.with_name("agent_source.py")
-        keep_copy(f"rollout.agent={self._config.rollout.agent}", Path(file), copy)

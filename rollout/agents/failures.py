@@ -1,13 +1,8 @@
 """The ways in which an episode of an agent can fail, one word each. Each word is a metric: rollout/failed_<word>."""
 
-RAISED = "raised"
-NOT_A_NUMBER = "not_a_number"
-TIMEOUT = "timeout"
-TURNS = "turns"
-TOKENS = "tokens"
-ENGINE = "engine"
-DIED = "died"
-BLOCKED = "blocked"
+from slipstream.rollout.user_processes.outcomes import BLOCKED, DIED, NOT_A_NUMBER, RAISED, TIMEOUT
+
+TURNS, TOKENS, ENGINE = "turns", "tokens", "engine"
 
 FAILURES: dict[str, str] = {
     RAISED: "episodes whose agent raised",
@@ -19,4 +14,3 @@ FAILURES: dict[str, str] = {
     DIED: "episodes whose agent process ended",
     BLOCKED: "episodes whose agent process did not answer for 30 s",
 }
-"""Word -> meaning."""

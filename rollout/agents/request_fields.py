@@ -7,7 +7,7 @@
                is absent (every client library sends some of those)
 
 Most of what is refused would change the distribution that tokens are drawn from, so that the trainer's
-log-probabilities would be of another one. Owns the table. Does not own what honoured fields may say (endpoint.py).
+log-probabilities would be of another one.
 """
 
 from collections.abc import Collection, Mapping
@@ -94,14 +94,8 @@ class FieldRefused(Exception):
 
 
 def check_fields(body: JsonMapping, *, is_chat: bool, stop: Collection[str] = ()) -> None:
-    """Refuse a request with a field that the endpoint would ignore.
-
-    Args:
-        stop: Texts at which the run ends every response (rollout.sampling.stop).
-
-    Raises:
-        FieldRefused: With the first such field.
-    """
+    """Refuse a request with a field that the endpoint would ignore; `stop` are the texts at which the run ends every
+    response. Raises FieldRefused, of the first such field."""
     known = HONOURED | HARMLESS | {*FIXED} | (HONOURED_OF_CHAT if is_chat else HONOURED_OF_TEXT)
     neutral = _NEUTRAL | (_NEUTRAL_OF_CHAT if is_chat else _NEUTRAL_OF_TEXT)
     for name, value in body.items():

@@ -30,14 +30,14 @@ from dataclasses import asdict
 from functools import partial
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.rollout.agents.agent_pool import Outcome, agent_pool, run_episode
+from slipstream.rollout.agents.agent_pool import agent_pool, run_episode
 from slipstream.rollout.agents.chat_text import FolderChatText
 from slipstream.rollout.agents.endpoint import Endpoint
-from slipstream.rollout.agents.episode import EngineFailed, Episode, Sampled
-from slipstream.rollout.agents.failures import ENGINE, RAISED, TIMEOUT
-from slipstream.rollout.agents.service_options import ServiceOptions
+from slipstream.rollout.agents.episode import EngineFailed, Episode, Sampled, ServiceOptions
+from slipstream.rollout.agents.failures import ENGINE
 from slipstream.rollout.channel import Channel, Disconnected
 from slipstream.rollout.errors import AgentError
+from slipstream.rollout.user_processes.outcomes import NOTHING, RAISED, SCORE, TIMEOUT, Outcome
 from slipstream.weight_sync.typed_msgpack import unpack
 
 
@@ -49,7 +49,7 @@ class Service:
         self._chat = FolderChatText(options.folder, options.stop_token_ids, episodes.tool_parser)
         self._episodes: dict[str, Episode] = {}
         fixed = {"temperature": sampling.temperature, "top_p": 1.0}
-        self._endpoint = Endpoint(self._episodes, fixed, self._tell, sampling.stop)
+        self._endpoint = Endpoint(self._episodes, fixed, lambda text: channel.send(["told", text]), sampling.stop)
         self._pool = agent_pool(
             options.agent, episodes.num_processes, options.blocked_s, options.environment, options.log_path
         )
@@ -59,11 +59,8 @@ class Service:
         self._request_numbers = itertools.count()
 
     async def start(self) -> tuple[str, str]:
-        """Listen, and start the agents' processes. Returns base URL and the file that defines the agent.
-
-        Raises:
-            AgentError: The port is taken, or the agent cannot be set up.
-        """
+        """Listen, and start the agents' processes. Returns base URL and the file that defines the agent. Raises:
+        AgentError."""
         address = self._options.episodes.host_and_port
         try:
             self._base_url = await self._endpoint.start(*address)
@@ -97,12 +94,8 @@ class Service:
                     raise AssertionError(f"the controller said {message!r:.100}")
 
     async def close(self) -> None:
-        """End the agents and listen no more."""
         await self._pool.close()
         await self._endpoint.close()
-
-    def _tell(self, text: str) -> None:
-        self._channel.send(["told", text])
 
     def _waiting_for(self, request: int) -> asyncio.Future[Sampled] | None:
         answered = self._requests.get(request)
@@ -112,7 +105,7 @@ class Service:
         """One episode, from its key to the message that tells its end."""
         key = secrets.token_urlsafe(24)
         generate = partial(self._generate, number)
-        episode = Episode(number, self._chat, self._options.limits, generate, template_options)
+        episode = Episode(self._chat, self._options.limits, generate, template_options)
         self._episodes[key] = episode
         limit_s = self._options.episodes.timeout_s
         try:
@@ -124,12 +117,12 @@ class Service:
         finally:
             del self._episodes[key]
             episode.end()
-        failure = outcome.failure
+        failure = "" if outcome.kind in (SCORE, NOTHING) else outcome.kind
         if failure == RAISED:  # the agent passed on what the endpoint had told it
             failure = ENGINE if episode.engine_failed else episode.reached or RAISED
         said: JsonObject = {
             "failure": failure,
-            "reward": outcome.reward,
+            "reward": outcome.value,
             "report": outcome.report,
             "place": outcome.place,
             "text": episode.last_reply,
@@ -171,7 +164,6 @@ async def _serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve until the controller closes the connection."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s [agents] %(name)s: %(message)s")
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)

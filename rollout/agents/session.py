@@ -41,7 +41,6 @@ class ToolCall:
     """As the model wrote them where that is not a JSON object."""
 
     def result(self, content: object) -> JsonObject:
-        """The message that answers this call."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": str(content)}
 
 
@@ -59,7 +58,6 @@ class ChatReply:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The tools that the reply calls."""
         return [_tool_call(call) for call in self.message.get("tool_calls", [])]
 
 
@@ -73,17 +71,8 @@ class Session:
     async def chat(
         self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] | None = None, **options: object
     ) -> ChatReply:
-        """Send the whole conversation, get the next answer.
-
-        Args:
-            messages: As in OpenAI's protocol.
-            tools: What the model may call, as in the protocol.
-            options: Further fields of the request, such as max_tokens.
-
-        Raises:
-            LimitReached: The episode may sample no more.
-            SessionError: The request was refused.
-        """
+        """Send the whole conversation, with further fields of the request such as max_tokens, and get the next answer.
+        Raises LimitReached: the episode may sample no more; SessionError: the request was refused."""
         body = {"messages": list(messages), **({"tools": list(tools)} if tools else {}), **options}
         choice = (await self._post("/chat/completions", body))["choices"][0]
         return ChatReply(choice["message"], choice["finish_reason"])
@@ -108,7 +97,7 @@ def _tool_call(call: JsonMapping) -> ToolCall:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     is_object = isinstance(arguments, dict)
     return ToolCall(call["id"], function["name"], arguments if is_object else function["arguments"])

@@ -58,7 +58,6 @@ class Planned:
     num_tokens: int
     """Tokens of the whole prompt."""
     text: str
-    """What token_ids say."""
     rendered: str
     """The template's text of the whole request."""
     history: tuple[bytes, bytes]
@@ -95,13 +94,8 @@ class TokenTree:
     def plan(
         self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] = (), options: JsonMapping | None = None
     ) -> Planned:
-        """Find out what a chat request goes on from, and what is new in it.
-
-        Args:
-            options: Further variables of the template. Where others change the history's text, a branch begins.
-
-        Raises: what the template raises.
-        """
+        """Find out what a chat request goes on from, and what is new in it. `options` are further variables of the
+        template: where others change the history's text, a branch begins. Raises what the template raises."""
         rendered = self._chat.render(messages, tools, options)
         digests = _digests(messages, tools)
         plain = _digests(messages, ())
@@ -134,12 +128,8 @@ class TokenTree:
         return Planned(None, token_ids, len(token_ids), text, text, history, NEW if self._turns else START)
 
     def record(self, planned: Planned, sampled: Sequence[int], reply: JsonMapping | None = None) -> tuple[int, str]:
-        """Note what was sampled. Returns the turn's number, and why it begins a branch (see the module's docstring).
-
-        Args:
-            sampled: As the engine returned it.
-            reply: The message that the client gets; None: plain text.
-        """
+        """Note what was sampled. Returns the turn's number, and why it begins a branch. `reply` is the message that the
+        client gets; None: plain text."""
         said = self._chat.decode(sampled)
         stop_text = self._chat.stop_texts.get(sampled[-1], "") if sampled else ""
         number = len(self._turns)
@@ -161,7 +151,6 @@ class TokenTree:
         return number, reason
 
     def prompt(self, planned: Planned) -> list[int]:
-        """All tokens that the engine has before it samples."""
         return [*self._context(planned.parent), *planned.token_ids]
 
     def _context(self, number: int | None) -> list[int]:
@@ -175,7 +164,6 @@ class TokenTree:
         return EDITED if any(message.get("role") == "assistant" for message in messages) else NEW
 
     def _after(self, parent: int, added: str, rendered: str, history: tuple[bytes, bytes], reason: str) -> Planned:
-        """A request that goes on from a turn."""
         turn = self._turns[parent]
         token_ids = self._encode_after(turn, added)
         reason = TEMPLATE if reason == TEMPLATE else CONTINUED

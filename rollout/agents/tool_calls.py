@@ -37,15 +37,8 @@ def parser_names() -> list[str]:
 
 
 class ToolCallParser:
-    """One of vLLM's parsers.
-
-    Args:
-        name: One of parser_names().
-        tokenizer: The model's, in transformers' class.
-
-    Raises:
-        AgentError: The parser needs tokens that the tokenizer lacks, or reads no text.
-    """
+    """One of vLLM's parsers, for the model's tokenizer in transformers' class. Raises AgentError: the parser needs
+    tokens that the tokenizer lacks, or reads no text."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         from vllm.tool_parsers import ToolParserManager

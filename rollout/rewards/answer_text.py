@@ -14,11 +14,7 @@ from slipstream.rollout.errors import RewardError
 
 
 def answer_text(answer: object) -> str:
-    """The answer's text, as `normal` writes it.
-
-    Raises:
-        ValueError: It is neither text nor a number.
-    """
+    """The answer's text, as `normal` writes it. Raises ValueError: it is neither text nor a number."""
     is_number = isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))
     if isinstance(answer, bool) or not (isinstance(answer, str) or is_number):
         raise ValueError(f"an answer must be text or a number, got {answer!r:.60}")
@@ -33,12 +29,8 @@ def normal(text: str) -> str:
 
 
 def answer_of(fields: JsonObject) -> str:
-    """`answer_text` of a row's answer.
-
-    Raises:
-        KeyError: The row has no answer column.
-        ValueError: The answer is neither text nor a number.
-    """
+    """`answer_text` of a row's answer. Raises KeyError: the row has no answer column; ValueError: the answer is neither
+    text nor a number."""
     if ANSWER not in fields:
         raise KeyError(f"the row has no column {ANSWER!r} (data.columns.{ANSWER}); it has {', '.join(sorted(fields))}")
     return answer_text(fields[ANSWER])
@@ -46,32 +38,23 @@ def answer_of(fields: JsonObject) -> str:
 
 def exact_match(response: str, fields: JsonObject) -> tuple[float, str]:
     """(1.0 if the response and the answer are equal once white space around them is gone; case counts, the response).
-
-    Raises: as answer_of.
-    """
+    Raises as answer_of."""
     given = normal(response)
     return float(given == answer_of(fields)), given
 
 
 def regex_match(response: str, fields: JsonObject, pattern: re.Pattern[str]) -> tuple[float, str | None]:
     """(1.0 if the first group of the pattern's first match equals the answer, that group); white space around both is
-    ignored.
+    ignored. Raises as answer_of.
 
-    Example: pattern `answer: (\\d+)`, response "so the answer: 42." and answer 42 give 1.0.
-
-    Raises: as answer_of.
-    """
+    Example: pattern `answer: (\\d+)`, response "so the answer: 42." and answer 42 give 1.0."""
     found = pattern.search(response)
     given = None if found is None else normal(found.group(1) or "")
     return float(given == answer_of(fields)), given
 
 
 def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
-    """A regular expression with a group.
-
-    Raises:
-        RewardError: It is not one.
-    """
+    """A regular expression with a group. Raises RewardError: it is not one."""
     try:
         compiled = re.compile(pattern)
     except re.error as e:

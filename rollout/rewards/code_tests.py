@@ -51,11 +51,8 @@ class Case:
 
 def code_reward(config: CodeConfig, *, section: str, timeout_s: float) -> Callable[[str, str, JsonObject], float]:
     """(prompt, response, fields) -> 1.0 if the response's code passes all tests, otherwise 0.0, or with
-    reward.code.partial the share of tests that it passes.
-
-    Raises:
-        RewardError: This machine cannot run code in a cell.
-    """
+    reward.code.partial the share of tests that it passes. Raises RewardError: this machine cannot run code in a
+    cell."""
     try:
         check_available()
     except SandboxUnavailable as e:
@@ -86,11 +83,7 @@ def code_of(response: str) -> str:
 
 
 def cases_of(tests: object) -> list[Case]:
-    """The row's tests.
-
-    Raises:
-        ValueError: They have none of the forms that the module's docstring lists.
-    """
+    """The row's tests. Raises ValueError: they have none of the forms that the module's docstring lists."""
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError):  # or Python that begins with a bracket
             tests = json.loads(tests)
@@ -114,11 +107,7 @@ def _case(test: object) -> Case:
 
 
 def passes(code: str, case: Case, limits: Limits) -> bool:
-    """Whether the code passes one test within the limits.
-
-    Raises:
-        SandboxUnavailable: No cell could be made.
-    """
+    """Whether the code passes one test within the limits. Raises SandboxUnavailable: no cell could be made."""
     files = {"solution.py": code}
     if case.expected is not None:
         ended = run([sys.executable, "solution.py"], files=files, stdin=case.given, limits=limits)

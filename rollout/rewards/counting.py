@@ -2,8 +2,7 @@
 
     process: with counted() as counts: await reward(...)       reward: count("requests")
 
-Owns which sample a count belongs to, also while many coroutines judge at the same time. Does not own what is counted
-(the reward), nor the sums (rollout.rewards.reward_pool).
+Owns which sample a count belongs to, also while many coroutines judge at the same time.
 """
 
 from collections.abc import Iterator

@@ -10,8 +10,9 @@ Runs inside reward processes only: a user's module is never imported into the co
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ FINISH_REASON = "finish_reason"
 GROUP_PARAMETER = "responses"
 """Name of the second parameter of a reward that judges a whole group."""
 MESSAGES_PARAMETER = "messages"
-"""Name of the parameter, the first one or a further one, of a reward that is given the prompt's chat messages."""
+INSTEAD, BESIDE = "instead", "beside"
+"""Where a reward is given the prompt's chat messages: in place of its text, or as a further argument."""
 FOREIGN_PARAMETERS = (
     "data_source", "solution_str", "ground_truth", "extra_info",  # verl
     "prompts", "completions", "completion_ids",  # TRL
@@ -39,46 +41,43 @@ a source and the row's columns for the answer, and finds every response wrong.
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
-    """A function, and how it wants to be called."""
+class Form:
+    """How a reward wants to be called."""
 
-    function: Callable[..., Any]
     is_async: bool
     is_of_group: bool
     """Whether it gets the responses of a whole group at once."""
-    source: str
+    source: str = ""
     """Path of the file that defines it; "" if no file does."""
-    asks_messages: bool = False
+    messages: str = ""
+    """INSTEAD, BESIDE, or "": it is not given the chat messages."""
 
-    def call(self, prompt: object, responses: Sequence[str], fields: JsonObject, messages: object) -> Any:
-        """What the function returns."""
-        given = responses if self.is_of_group else responses[0]
-        if not self.asks_messages:
-            return self.function(prompt, given, fields)
-        if _parameters(self.function)[:1] == [MESSAGES_PARAMETER]:
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    function: Callable[..., Any]
+    form: Form
+
+    def call(self, prompt: object, responses: Sequence[str], fields: JsonObject, messages: object = None) -> Any:
+        given = responses if self.form.is_of_group else responses[0]
+        if self.form.messages == INSTEAD:
             return self.function(messages, given, fields)
-        return self.function(prompt, given, fields, messages=messages)
+        also = {MESSAGES_PARAMETER: messages} if self.form.messages == BESIDE else {}
+        return self.function(prompt, given, fields, **also)
 
 
 def load_reward(config: RewardPart, section: str = "reward", folder: Path | None = None) -> Reward:
-    """The reward that `config` names.
-
-    Args:
-        section: How error messages name the configuration.
-        folder: The run folder, for what the reward keeps; None: there is none.
-
-    Raises:
-        RewardError: The pattern does not compile or has no group; the function cannot be imported or called.
-    """
+    """The reward that `config` names, for the run in `folder`. Raises RewardError, which calls the configuration
+    `section`: the pattern does not compile or has no group; the function cannot be imported or called."""
     function = _shipped(config, section, folder) if ":" not in config.kind else import_function(config.kind, section)
     parameters = _parameters(function)
-    return Reward(
-        function,
+    form = Form(
         is_async=has_form(inspect.iscoroutinefunction, function),
-        is_of_group=parameters[1:2] == [GROUP_PARAMETER],
+        is_of_group=[*parameters][1:2] == [GROUP_PARAMETER],
         source=file_of(function),
-        asks_messages=MESSAGES_PARAMETER in parameters,
+        messages=_asks_messages(parameters),
     )
+    return Reward(function, form)
 
 
 def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[..., Any]:
@@ -101,12 +100,8 @@ def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[
 
 
 def import_function(kind: str, section: str) -> Callable[..., Any]:
-    """The function at `package.module:function` or `FILE.py:function`.
-
-    Raises:
-        RewardError: The module does not import, has no such name, or it is not a function of three arguments, or it
-            has the parameters of another library.
-    """
+    """The function at `package.module:function` or `FILE.py:function`. Raises RewardError: the module does not import,
+    has no such name, or it is not a function of three arguments, or it has the parameters of another library."""
     try:
         function = find_function(f"{section}.kind", kind)
     except ConfigError as e:
@@ -117,7 +112,7 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
         "for a whole group"
     )
     parameters = _parameters(function)
-    if foreign := [one for one in parameters[:3] if one in FOREIGN_PARAMETERS]:
+    if foreign := [one for one in [*parameters][:3] if one in FOREIGN_PARAMETERS]:
         raise RewardError(
             f"{ours}, but takes {', '.join(foreign)}, as rewards of another library do; docs/coming_from.md has the "
             "few lines that wrap such a function"
@@ -127,7 +122,7 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
     if has_form(inspect.isgeneratorfunction, function) or has_form(inspect.isasyncgenfunction, function):
         raise RewardError(f"{ours} and return what they are worth, but yields")
     try:
-        also = {MESSAGES_PARAMETER: None} if MESSAGES_PARAMETER in parameters[1:] else {}
+        also = {MESSAGES_PARAMETER: None} if _asks_messages(parameters) == BESIDE else {}
         inspect.signature(function).bind("prompt", "response", {}, **also)
     except TypeError as e:
         raise RewardError(f"{ours}: {e}") from e
@@ -136,8 +131,20 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
     return function
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
     try:
-        return list(inspect.signature(function).parameters)
+        return inspect.signature(function).parameters
     except ValueError:  # a built-in
-        return []
+        return {}
+
+
+def _asks_messages(parameters: Mapping[str, Parameter]) -> str:
+    """How a reward asks for them: its second and third argument are others, whatever their names are."""
+    asked = parameters.get(MESSAGES_PARAMETER)
+    if asked is None or asked.kind is Parameter.VAR_POSITIONAL:
+        return ""
+    place = [*parameters].index(MESSAGES_PARAMETER)
+    if place == 0:
+        return INSTEAD
+    is_positional = asked.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return "" if is_positional and place < 3 else BESIDE

@@ -4,9 +4,8 @@
                           ^                                                                     |
                           +------------------------- verdicts with a number --------------------+
 
-Owns: what is asked, what a verdict means, and what is counted (requests, retries, tokens, hits of the cache). Does not
-own: when it is asked again (rollout.openai_client), how many samples are judged at the same time, and how long one may
-take (reward_pool.py).
+Owns: what is asked, what a verdict means and how it is kept, and what is counted. Does not own: when it is asked again
+(rollout.openai_client), how many samples are judged at the same time, and how long one may take (reward_pool.py).
 Invariant: a reward is a number that the judge gave. No answer, or one without a number in its range, is an error, which
 leaves the sample out.
 """
@@ -14,22 +13,27 @@ leaves the sample out.
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import re
+import sqlite3
 import time
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import RewardPart
+from slipstream.rollout.errors import RewardError
 from slipstream.rollout.openai_client import OpenAIClient
 from slipstream.rollout.rewards.counting import count
 from slipstream.rollout.rewards.judge_prompt import fill, template_of
-from slipstream.rollout.rewards.verdict_cache import VerdictCache
+
+logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 CACHE_FILE = "judge_cache.sqlite"
-"""Name of the cache in the run folder."""
+WAIT_S = 2.0
+"""How long another process may hold it."""
 
 
 class NoVerdict(Exception):
@@ -37,16 +41,8 @@ class NoVerdict(Exception):
 
 
 class Judge:
-    """One judge, for all samples of one process.
-
-    Args:
-        config: The reward, with its section `judge`.
-        section: How error messages name the configuration.
-        folder: The run folder, for the cache; None: there is none yet.
-
-    Raises:
-        RewardError: The prompt file or the cache cannot be used.
-    """
+    """One judge, for all samples of one process; the cache is in the run's folder. Raises RewardError: the prompt file
+    or the cache cannot be used."""
 
     def __init__(self, config: RewardPart, section: str, folder: Path | None) -> None:
         self._config = config.judge
@@ -70,12 +66,8 @@ class Judge:
         )
 
     async def judge(self, prompt: str, response: str, fields: JsonObject) -> float:
-        """The verdict, as a share of the range reward.judge.scale.
-
-        Raises:
-            NoAnswer: The judge refused, or was asked as often as it may be.
-            NoVerdict: An answer without a number in that range.
-        """
+        """The verdict, as a share of the range reward.judge.scale. Raises NoAnswer: the judge refused, or was asked as
+        often as it may be; NoVerdict: an answer without a number in that range."""
         deadline = time.monotonic() + self._timeout_s
         question = fill(self._template, prompt, response, fields)
         body = {"model": self._config.model, "messages": [{"role": "user", "content": question}]}
@@ -117,3 +109,30 @@ def _content(answer: bytes) -> str:
     if not isinstance(content, str):
         raise NoVerdict(f"the judge's answer has no text: {answer[:300]!r}")
     return content
+
+
+class VerdictCache:
+    """Verdicts by the content of what was asked, in one SQLite file that processes and runs may share; without one, in
+    this process alone. A cache that cannot be read or written costs a request, never a sample. Raises RewardError: the
+    file cannot be opened, or is something else."""
+
+    def __init__(self, file: Path | None, option: str) -> None:
+        try:
+            self._file = sqlite3.connect(file or ":memory:", timeout=WAIT_S, isolation_level=None)
+            self._file.execute("PRAGMA synchronous=OFF")
+            self._file.execute("CREATE TABLE IF NOT EXISTS verdicts (asked TEXT PRIMARY KEY, verdict TEXT NOT NULL)")
+        except sqlite3.Error as e:
+            raise RewardError(f"{option}={file} cannot be used: {e}; give the path of a cache or of a new file") from e
+
+    def get(self, asked: str) -> str | None:
+        try:
+            row = self._file.execute("SELECT verdict FROM verdicts WHERE asked = ?", (asked,)).fetchone()
+        except sqlite3.Error:
+            return None
+        return None if row is None else str(row[0])
+
+    def put(self, asked: str, verdict: str) -> None:
+        try:
+            self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (asked, verdict))
+        except sqlite3.Error as e:
+            logger.warning("a verdict was not kept: %s", e)  # into rewards.log

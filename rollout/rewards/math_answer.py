@@ -30,11 +30,7 @@ def math_reward(*, timeout_s: float) -> Callable[[str, str, JsonObject], tuple[f
     """(prompt, response, fields) -> (1.0 or 0.0, the expression that the response gives as its answer).
 
     That is its last boxed expression, or else its last one. 1.0: it equals the answer (a number, an expression, or
-    LaTeX). 0.0 also if there is none, or if comparing takes too long. Limits this process's memory.
-
-    Args:
-        timeout_s: How long one sample may take.
-    """
+    LaTeX). 0.0 also if there is none, or if comparing takes too long. Limits this process's memory."""
     for library in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(library).setLevel(logging.CRITICAL)  # they log whole responses
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,8 +1,8 @@
 """The processes of one reward, so that a user's function can fail in any way and cost only what it was judging.
 
-Owns: what a reward process is asked, its deadline, its environment, and what is counted. Does not own: processes and
-their replacement (user_processes/pool.py), what a reward is (function.py), what happens inside a process
-(reward_process.py), nor what several rewards add up to (runner.py).
+Owns: what a reward process is asked, what is believed of its answers, its deadline, its environment, and what is
+counted. Does not own: processes (user_processes/pool.py), what happens inside one (reward_process.py), nor what several
+rewards add up to (runner.py).
 Invariant: judge() returns one outcome per response, in order, whatever the reward does.
 """
 
@@ -18,7 +18,15 @@ from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards.counting import COUNTED
-from slipstream.rollout.rewards.outcomes import Answer, failed, read_answer
+from slipstream.rollout.rewards.function import Form
+from slipstream.rollout.user_processes.outcomes import (
+    NOT_A_NUMBER,
+    RAISED,
+    TIMEOUT,
+    Outcome,
+    plain_number,
+    read_outcome,
+)
 from slipstream.rollout.user_processes.pool import UserPool, user_environment
 from slipstream.rollout.user_processes.user_process import Lost, Program
 
@@ -27,36 +35,35 @@ LATE_S = 3.0
 MAX_ANSWER_BYTES = 1 << 20
 """Largest answer that is read. Those about a large group are the largest: each response may have a text (outcomes.py).
 """
+TOLD = (RAISED, NOT_A_NUMBER, TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """What a reward process says of its reward once it is set up."""
+class Answer:
+    """What a reward process says about one sample, or about the samples of one group."""
 
-    is_async: bool
-    is_of_group: bool
-    source: str
-    """Path of the file that defines it; "" if no file does."""
-    asks_messages: bool = False
-    """Whether it is given the prompt's chat messages."""
+    outcomes: list[Outcome]
+    counts: dict[str, float]
+    """What the reward counted, such as the tokens that a judge read."""
+
+
+def read_answer(message: Sequence[object], num_responses: int) -> Answer | None:
+    """[outcomes, counts] as a reward process wrote them; None if that is no answer about so many responses."""
+    match message:
+        case [list(outcomes), dict(counts)] if len(outcomes) in (1, num_responses):
+            read = [read_outcome(one, TOLD) for one in outcomes] * (num_responses // len(outcomes))
+            if all(plain_number(value) is not None for value in counts.values()):
+                known = [one for one in read if one is not None]
+                return Answer(known, dict(counts)) if len(known) == len(read) else None
+    return None
 
 
 class RewardPool:
-    """The processes of one reward.
-
-    Args:
-        section: How messages name the configuration: reward, or reward.parts.NAME.
-        config: Which reward, how many processes, how long one sample may take.
-        log_path: File for what the reward prints. None: it is dropped.
-        num_processes: In place of what the options say.
-    """
+    """The processes of one reward, which messages call `section`: reward, or reward.parts.NAME. What it prints goes to
+    `log_path`; `num_processes` is in place of what the options say."""
 
     def __init__(
-        self,
-        section: str,
-        config: RewardPart,
-        log_path: Path | None,
-        num_processes: int | None = None,
+        self, section: str, config: RewardPart, log_path: Path | None, num_processes: int | None = None
     ) -> None:
         self._config = config
         self._section = section
@@ -69,12 +76,9 @@ class RewardPool:
         self.counts: Counter[str] = Counter()
         """What the reward counted since the start, by the names of COUNTED."""
 
-    async def start(self) -> Ready:
-        """Start every process and wait until it has imported the reward.
-
-        Raises:
-            RewardError: The reward cannot be set up.
-        """
+    async def start(self) -> Form:
+        """Start every process and wait until it has imported the reward. Raises RewardError: the reward cannot be set
+        up."""
         folder = None if self._log_path is None else str(self._log_path.parent.absolute())
         program = Program(
             what="reward",
@@ -87,19 +91,15 @@ class RewardPool:
             max_message_bytes=MAX_ANSWER_BYTES,
         )
         self._pool = UserPool(program, self._num_processes)
-        ready = Ready(*await self._pool.start())
-        self._pool.limit(self._config.max_concurrent if ready.is_async else 1)
-        self._limit_s += LATE_S if ready.is_async else 0.0
-        return ready
+        form = Form(*await self._pool.start())
+        self._pool.limit(self._config.max_concurrent if form.is_async else 1)
+        self._limit_s += LATE_S if form.is_async else 0.0
+        return form
 
     async def judge(
         self, prompt: str, responses: Sequence[str], fields: JsonMapping, messages: Sequence[JsonMapping] | None = None
     ) -> Answer:
-        """What became of one sample, or of all samples of a group.
-
-        Raises:
-            RewardError: The pool is closed.
-        """
+        """What became of one sample, or of all samples of a group. Raises RewardError: the pool is closed."""
         # A process is free when its sample is judged, not when the waiter is gone: if the waiter is cancelled, the
         # process is still busy.
         call = asyncio.create_task(self._judge([prompt, list(responses), dict(fields), messages]))
@@ -108,7 +108,6 @@ class RewardPool:
         return await asyncio.shield(call)
 
     async def close(self) -> None:
-        """End the processes and everything that they started. Idempotent."""
         if self._pool is not None:
             await self._pool.close()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -123,17 +122,14 @@ class RewardPool:
                 question, lambda message: read_answer(message, num_responses), self._limit_s, limit
             )
         except Lost as lost:
-            return failed(lost.kind, lost.report, num_responses)
+            return Answer([Outcome(lost.kind, report=lost.report)] * num_responses, {})
         self.counts.update({name: number for name, number in answer.counts.items() if name in COUNTED})
         return answer
 
 
 def reward_environment(config: RewardPart, environ: Mapping[str, str], section: str = "reward") -> dict[str, str]:
-    """The environment of a reward process: what user_environment() gives, and the key of a judge.
-
-    Raises:
-        RewardError: reward.env or reward.judge.api_key_env names a variable that is not set.
-    """
+    """The environment of a reward process: what user_environment() gives, and the key of a judge. Raises RewardError:
+    reward.env or reward.judge.api_key_env names a variable that is not set."""
     key = config.judge.api_key_env if config.kind == "judge" else None
     if key is not None and key not in environ:
         raise RewardError(

@@ -3,9 +3,8 @@
     score_group --> the rewards that judge the row --> a pool of processes each --> sum of weight x reward --> Judgement
                                                                        '-- a reward that failed: no sum, counted, logged
 
-Owns: which rewards judge a row, what a reward is told, the sum, the report of failures. Does not own: processes, their
-deadlines and environment (`reward_pool.py`), what a reward is (`function.py`), nor what a missing reward means (the
-advantage leaves the sample out).
+Owns: which rewards judge a row, what a reward is told, the sum, the report of failures. Does not own: processes
+(reward_pool.py), nor what a missing reward means (the advantage leaves the sample out).
 Invariant: score_group() returns one judgement per rollout, in order, whatever the rewards do.
 """
 
@@ -19,23 +18,20 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
-from slipstream.rollout.rewards.function import FINISH_REASON
+from slipstream.rollout.rewards.function import FINISH_REASON, Form
 from slipstream.rollout.rewards.judge_prompt import question_of
-from slipstream.rollout.rewards.outcomes import SCORE, Outcome
-from slipstream.rollout.rewards.reward_pool import Ready, RewardPool
+from slipstream.rollout.rewards.reward_pool import RewardPool
 from slipstream.rollout.rewards.shaping import shape
 from slipstream.rollout.types import Judgement, Prompt, Rollout
+from slipstream.rollout.user_processes.outcomes import SCORE, Outcome
 
 logger = logging.getLogger(__name__)
 
 
 def check_reward(config: RewardConfig) -> dict[str, Path]:
     """Set the rewards up once, in processes of their own, to find out before a run starts whether that works. Returns
-    the files behind them: the name of the copy that a run keeps -> the file.
-
-    Raises:
-        RewardError: One cannot; the message names the option and the reason.
-    """
+    the files behind them: the name of the copy that a run keeps -> the file. Raises RewardError: one cannot; the
+    message names the option and the reason."""
 
     async def try_to_start() -> dict[str, Path]:
         runner = RewardRunner(config, num_processes=1)
@@ -49,13 +45,8 @@ def check_reward(config: RewardConfig) -> dict[str, Path]:
 
 
 class RewardRunner:
-    """All rewards of a run.
-
-    Args:
-        max_response_tokens: Length of the longest response, for penalties of length.
-        log_path: File for what rewards print; copies of the files that define them go beside it. None: neither is kept.
-        num_processes: Processes per reward in place of what the options say.
-    """
+    """All rewards of a run. `max_response_tokens` is for penalties of length; copies of the files that define rewards
+    go beside `log_path`; `num_processes` is in place of what the options say."""
 
     def __init__(
         self,
@@ -73,17 +64,14 @@ class RewardRunner:
             name: RewardPool(config.section_of(name), part, log_path, num_processes)
             for name, part in self._parts.items()
         }
-        self._ready: dict[str, Ready] = {}
+        self._forms: dict[str, Form] = {}
         self._reported: set[str] = set()
 
     async def start(self) -> None:
-        """Start every process and wait until it has imported its reward.
-
-        Raises:
-            RewardError: A reward cannot be set up.
-        """
-        ready = await asyncio.gather(*(pool.start() for pool in self._pools.values()))
-        self._ready = dict(zip(self._pools, ready, strict=True))
+        """Start every process and wait until it has imported its reward. Raises RewardError: a reward cannot be set
+        up."""
+        forms = await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        self._forms = dict(zip(self._pools, forms, strict=True))
         num_processes = sum(part.num_processes for part in self._parts.values())
         logger.info("rewards: %s", counted(num_processes, "process"))
         for option, copy, file in self.files():
@@ -91,20 +79,17 @@ class RewardRunner:
 
     def files(self) -> Iterator[tuple[str, str, Path]]:
         """Files behind the rewards that start() has set up: the option with its value, the copy's name, the file."""
-        for name, one in self._ready.items():
+        for name, form in self._forms.items():
             section, part = self._config.section_of(name), self._parts[name]
-            if ":" in part.kind and one.source:
-                yield f"{section}.kind={part.kind}", self._config.source_copy(name), Path(one.source)
+            if ":" in part.kind and form.source:
+                yield f"{section}.kind={part.kind}", self._config.source_copy(name), Path(form.source)
             if part.kind == "judge" and part.judge.prompt_file is not None:
                 prompt = part.judge.prompt_file
                 yield f"{section}.judge.prompt_file={prompt}", self._config.prompt_copy(name), Path(prompt)
 
     async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
-        """What each of one prompt's rollouts is worth; the log says how a reward failed.
-
-        Raises:
-            RewardError: The row names a reward that there is not, or the runner is closed.
-        """
+        """What each of one prompt's rollouts is worth; the log says how a reward failed. Raises RewardError: the row
+        names a reward that there is not, or the runner is closed."""
         names = chosen_rewards(self._config, prompt)
         judged = await asyncio.gather(*(self._judge(name, prompt, rollouts) for name in names))
         for name, outcomes in zip(names, judged, strict=True):
@@ -125,26 +110,19 @@ class RewardRunner:
         return taken
 
     async def close(self) -> None:
-        """End the processes and everything that they started. Idempotent."""
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
     async def _judge(self, name: str, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """What one reward makes of all responses."""
-        pool = self._pools[name]
-        reasons = [rollout.finish_reason for rollout in rollouts]
-        responses = [rollout.text for rollout in rollouts]
+        pool, form = self._pools[name], self._forms[name]
         text = question_of(prompt) if self._parts[name].kind == "judge" else prompt.text
-        messages = prompt.messages if self._ready[name].asks_messages else None
-        if self._ready[name].is_of_group:
-            answer = await pool.judge(text, responses, _fields(prompt, reasons), messages)
-            return answer.outcomes
+        messages = prompt.messages if form.messages else None
+        calls: list[tuple[list[str], object]] = [([one.text], one.finish_reason) for one in rollouts]
+        if form.is_of_group:
+            calls = [([one.text for one in rollouts], [one.finish_reason for one in rollouts])]
         answers = await asyncio.gather(
-            *(
-                pool.judge(text, [response], _fields(prompt, reason), messages)
-                for response, reason in zip(responses, reasons, strict=True)
-            )
+            *(pool.judge(text, responses, _fields(prompt, reason), messages) for responses, reason in calls)
         )
-        return [answer.outcomes[0] for answer in answers]
+        return [outcome for answer in answers for outcome in answer.outcomes]
 
     def _sum(self, outcomes: Mapping[str, Outcome], num_tokens: int) -> Judgement:
         added = shape(self._config, num_tokens, self._max_response_tokens)
@@ -173,11 +151,8 @@ CHOICE = "reward"
 
 
 def chosen_rewards(config: RewardConfig, prompt: Prompt, where: str = "") -> list[str]:
-    """Names of the rewards that judge a row: those that its column `reward` names, otherwise all.
-
-    Raises:
-        RewardError: The column names a reward that is not configured, or none.
-    """
+    """Names of the rewards that judge a row: those that its column `reward` names, otherwise all. Raises RewardError:
+    the column names a reward that is not configured, or none."""
     names = list(config.names)
     given = prompt.fields.get(CHOICE)
     if not config.parts or given is None:  # Parquet gives every row the column

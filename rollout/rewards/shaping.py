@@ -1,4 +1,4 @@
-"""What a response's length adds to its reward. Pure functions; lengths are in response tokens."""
+"""What a response's length adds to its reward; lengths are in response tokens."""
 
 from slipstream.conf.schema import RewardConfig
 
@@ -18,11 +18,6 @@ def overlong_punishment(num_tokens: int, *, max_tokens: int, overlong_tokens: in
     return max(-1.0, min(0.0, (allowed - num_tokens) / overlong_tokens))
 
 
-def length_punishment(num_tokens: int, *, max_tokens: int) -> float:
-    """-L / L_max: 0 for an empty response, -1 for the longest that can be sampled."""
-    return -num_tokens / max_tokens
-
-
 def shape(config: RewardConfig, num_tokens: int, max_tokens: int) -> dict[str, float]:
     """What the length adds to the sum of the rewards, weights included, by the option that asks for it."""
     added: dict[str, float] = {}
@@ -30,5 +25,5 @@ def shape(config: RewardConfig, num_tokens: int, max_tokens: int) -> dict[str, f
         punishment = overlong_punishment(num_tokens, max_tokens=max_tokens, overlong_tokens=config.overlong_tokens)
         added["overlong_penalty"] = config.overlong_penalty * punishment
     if config.length_penalty:
-        added["length_penalty"] = config.length_penalty * length_punishment(num_tokens, max_tokens=max_tokens)
+        added["length_penalty"] = config.length_penalty * -num_tokens / max_tokens
     return added

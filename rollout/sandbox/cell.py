@@ -32,9 +32,7 @@ from typing import Any, TypeAlias
 from slipstream.rollout.sandbox import syscalls
 
 Order: TypeAlias = dict[str, Any]
-"""What sandbox.py asks for: the program, its files and its limits."""
 Outcome: TypeAlias = dict[str, Any]
-"""What became of the program."""
 INSIDE_ID = 1000
 """User and group of the program, as it sees them."""
 OUTSIDE_ID = 65534
@@ -67,7 +65,6 @@ class CannotBuild(Exception):
 
 
 def main() -> None:
-    """Read an order, run its program, write {"ended": ...} or {"cannot": reason}."""
     _die_with_parent()
     order = json.load(sys.stdin)
     try:
@@ -79,10 +76,7 @@ def main() -> None:
 
 def run(order: Order) -> Outcome:
     """The warden: starts the mason, writes the ids of its namespace, reads output, and ends all at the deadline.
-
-    Raises:
-        CannotBuild: The machine refuses a step.
-    """
+    Raises: CannotBuild."""
     asked, to_ask = os.pipe()  # mason -> warden: "unshared", then the number of init's process
     granted, to_grant = os.pipe()  # warden -> mason
     told, to_tell = os.pipe()  # everyone inside -> warden: one JSON object per line
@@ -145,7 +139,6 @@ def _watch(order: Order, deadline: float, init: int, told: int, output: int, err
 
 
 def _drain(fd: int, kept: bytearray, most: int) -> None:
-    """What the pipe still holds when the program is over."""
     os.set_blocking(fd, False)
     with contextlib.suppress(BlockingIOError):
         while len(kept) <= most and (data := os.read(fd, 1 << 16)):
@@ -344,11 +337,7 @@ def _step(name: str) -> Iterator[None]:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """One call of libc that returns 0.
-
-    Raises:
-        CannotBuild: It does not.
-    """
+    """One call of libc that returns 0. Raises CannotBuild: it does not."""
     if getattr(libc, name)(*arguments):
         raise CannotBuild(f"{name}: {os.strerror(ctypes.get_errno())}")
 

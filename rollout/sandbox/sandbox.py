@@ -31,7 +31,6 @@ class Limits:
 
     wall_s: float = 10.0
     cpu_s: float = 10.0
-    """Seconds of CPU time."""
     memory_bytes: int = 1 << 30
     """Memory of its processes; files in /tmp count up to disk_bytes more."""
     max_processes: int = 32
@@ -58,16 +57,8 @@ class Ended:
 def run(
     argv: Sequence[str], *, files: Mapping[str, str] | None = None, stdin: str = "", limits: Limits | None = None
 ) -> Ended:
-    """Run a program to its end.
-
-    Args:
-        argv: The program's path and its arguments. sys.executable is this Python, with its packages.
-        files: Files to put into /tmp, where the program starts: name -> text.
-        stdin: What it reads from standard input.
-
-    Raises:
-        SandboxUnavailable: The machine cannot make a cell.
-    """
+    """Run a program to its end, in /tmp with these files (name -> text). Its path may be sys.executable, this Python
+    with its packages. Raises SandboxUnavailable: the machine cannot make a cell."""
     limits = limits or Limits()
     order = {"argv": list(argv), "files": dict(files or {}), "stdin": stdin, "python": PYTHON, **asdict(limits)}
     cell = subprocess.Popen(
@@ -96,11 +87,8 @@ def run(
 
 
 def check_available() -> None:
-    """Make one cell with this Python in it.
-
-    Raises:
-        SandboxUnavailable: The machine cannot; the message says why, as far as the kernel tells.
-    """
+    """Make one cell with this Python in it. Raises SandboxUnavailable: the machine cannot; the message says why, as far
+    as the kernel tells."""
     ended = run([sys.executable, "-c", "import math; print(math.pi)"])
     if ended.status != 0 or not ended.stdout.startswith(b"3.14"):
         said = ended.stderr.decode(errors="replace")[-300:] or ended.limit
@@ -108,7 +96,6 @@ def check_available() -> None:
 
 
 def _cause() -> str:
-    """What on this machine usually stands in the way, if it does."""
     for name, bad, cure in (
         ("kernel/unprivileged_userns_clone", "0", "set it to 1"),
         ("kernel/apparmor_restrict_unprivileged_userns", "1", "set it to 0, or give this Python an AppArmor profile"),

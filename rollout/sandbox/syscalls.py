@@ -52,11 +52,7 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 
 
 def program() -> bytes:
-    """The filter for this machine.
-
-    Raises:
-        OSError: The numbers of this machine's calls are not known here.
-    """
+    """The filter for this machine. Raises OSError: the numbers of this machine's calls are not known here."""
     machine = platform.machine()
     if machine not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}; known: {', '.join(_MACHINES)}")
@@ -84,10 +80,7 @@ def program() -> bytes:
 
 def install(libc: ctypes.CDLL, filter_program: bytes) -> None:
     """Put this process and all that it starts under the filter, and let no program gain rights when it is started.
-
-    Raises:
-        OSError: The kernel has no seccomp filters, or refuses this one.
-    """
+    Raises OSError: the kernel has no seccomp filters, or refuses this one."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))

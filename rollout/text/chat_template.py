@@ -1,8 +1,7 @@
 """A tokenizer's chat template: messages to text, for prompts, conversations and agents.
 
-Does not own: tokens, because its callers encode the text themselves, nor how a template alone is rendered
-(plain_template.py). The folder's own tokenizer class costs 5 s of imports (torch among them), so it renders only where
-its text may differ from that of transformers' plain class.
+Does not own: tokens, nor how a template alone is rendered (plain_template.py). The folder's own tokenizer class costs
+5 s of imports (torch among them), so it renders only where its text may differ from that of transformers' plain class.
 """
 
 import contextlib
@@ -20,14 +19,11 @@ from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat
 from slipstream.rollout.text.plain_template import CLASS_TOKENS, read_plain, variables_of
 
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Variables that render() fills."""
 PRESENT = "present"
 """A file of the folder, with the time that a template is to take for the present; without it the clock has it."""
 
 
 class ChatTemplate:
-    """The template of a tokenizer's folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tokenizer: Any = None
@@ -37,7 +33,6 @@ class ChatTemplate:
 
     @property
     def tokenizer(self) -> Any:
-        """The folder's tokenizer in transformers' class."""
         if self._tokenizer is None:
             import transformers
 
@@ -52,11 +47,7 @@ class ChatTemplate:
 
     def check(self, chat: Chat) -> None:
         """Refuse tools that the template does not write, and options that it does not read: a model would not see them.
-
-        Raises:
-            DataError: Names the tools, or the option.
-            TemplateRefused: The template refuses the messages.
-        """
+        Raises: DataError; TemplateRefused, where the template refuses the messages."""
         self.load()
         if chat.options:
             self.check_options(chat.options)
@@ -79,14 +70,7 @@ class ChatTemplate:
         return f"'{role}'" in source or f'"{role}"' in source
 
     def check_options(self, options: JsonMapping, name: str = TEMPLATE_OPTIONS) -> None:
-        """Refuse options that are no variables of the template.
-
-        Args:
-            name: How messages call the options.
-
-        Raises:
-            DataError: Names the option.
-        """
+        """Refuse options that are no variables of the template; messages call them `name`. Raises: DataError."""
         known = self._variables
         for option in options:
             if option in _GIVEN or (known is not None and option not in known):
@@ -111,20 +95,12 @@ class ChatTemplate:
         tools: Sequence[JsonMapping] | None = None,
         options: JsonMapping | None = None,
     ) -> str:
-        """The template's text.
+        """The template's text, up to where an assistant's answer begins if `is_open`. Raises TemplateRefused: in the
+        template's own words.
 
-        Args:
-            messages: As OpenAI's protocol has them. Most templates expect the arguments of a tool call as an object,
-                and the protocol sends them as text, so they are parsed here; a template that refuses that gets the
-                text. No content, which the protocol has beside tool calls, is an empty text for a template that does
-                not ask for it, or refuses it.
-            is_open: Whether to add what precedes an assistant's answer.
-            tools: What the assistant may call.
-            options: Further variables of the template, such as enable_thinking.
-
-        Raises:
-            TemplateRefused: In the template's own words.
-        """
+        Most templates expect the arguments of a tool call as an object, and the protocol sends them as text, so they
+        are parsed here; a template that refuses that gets the text. No content, which the protocol has beside tool
+        calls, is an empty text for a template that does not ask for it, or refuses it."""
         self.load()
         with_objects = [_with_objects(message) for message in messages]
         filled = [{**one, "content": ""} if one.get("content", "") is None else one for one in with_objects]
@@ -143,8 +119,7 @@ class ChatTemplate:
     @functools.cached_property
     def _present(self) -> dict[str, Callable[[str], str]]:
         """The function by which a template asks for the date, where it is not to be the clock's: several models' write
-        it into every system prompt.
-        """
+        it into every system prompt."""
         file = self._folder / PRESENT
         return {"strftime_now": datetime.fromisoformat(file.read_text()).strftime} if file.is_file() else {}
 
@@ -176,7 +151,7 @@ def _with_objects(message: JsonMapping) -> JsonObject:
     parsed: list[JsonObject] = []
     for call in calls:
         function = dict(call.get("function") or {})
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # else the model's own words, rendered as they are
+        with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):  # else the model's own words
             function["arguments"] = json.loads(function["arguments"])
         parsed.append({**call, "function": function})
     return {**message, "tool_calls": parsed}

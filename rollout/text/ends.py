@@ -17,13 +17,8 @@ from slipstream.conf.json_files import JsonObject, read_json_object
 
 
 def end_token_ids(folder: Path, tokenizer: Tokenizer | None = None) -> list[int]:
-    """Every token that the folder calls an end, the tokenizer's first; empty if there is none.
-
-    An id that is no token of the model is left out: files have -1 for none.
-
-    Args:
-        tokenizer: The folder's, where the caller has loaded it.
-    """
+    """Every token that the folder calls an end, the tokenizer's first; empty if there is none. An id that is no token
+    of the model is left out: files have -1 for none. `tokenizer` is the folder's, where the caller has loaded it."""
     found = _tokenizer_end(folder, tokenizer)
     for name in ("generation_config.json", "config.json"):
         value = _read(folder / name).get("eos_token_id")
@@ -39,7 +34,6 @@ def vocab_size(folder: Path) -> int | None:
 
 
 def _tokenizer_end(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
-    """The token of `eos_token`."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read(folder / name).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token

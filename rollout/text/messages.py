@@ -4,8 +4,7 @@
     tools                  a list of what the assistant may call
     chat_template_kwargs   further variables of the template, such as enable_thinking
 
-Owns: these forms. Does not own: what a chat template makes of them (chat_template.py). Callers: the readers of rows
-(orchestrator/data/prompts.py) and the agents' endpoint (agents/endpoint.py), so that both take the same.
+Rows (orchestrator/data/prompts.py) and requests of agents (agents/endpoint.py) are read by the same rules.
 """
 
 from __future__ import annotations
@@ -28,23 +27,18 @@ class Chat:
     messages: Sequence[JsonMapping]
     tools: Sequence[JsonMapping] = ()
     options: JsonMapping = field(default_factory=JsonObject)
-    """Further variables of the template."""
 
     def first(self, count: int) -> Chat:
-        """The first `count` messages, with the same tools and options."""
         return replace(self, messages=self.messages[:count])
 
 
 def text_messages(value: object) -> list[JsonObject]:
-    """The messages of a value, each with its content as text.
+    """The messages of a value, each with its content as text. Raises DataError that names the message by its number,
+    from 1.
 
     Content may be a list of parts of type text, which are joined. It may be null or missing beside tool calls, and is
-    None then. Other fields that say nothing are left out: null, which clients and Parquet write, and a list of no tool
-    calls. Templates ask whether they are there, and write calls, or drop the message's text, where there are none.
-
-    Raises:
-        DataError: It is no list of messages, or a content is no text. Names the message by its number, from 1.
-    """
+    None then. Other fields that say nothing are left out, null and a list of no tool calls: templates ask whether they
+    are there, and write calls, or drop the message's text, where there are none."""
     if not isinstance(value, list) or not value:
         raise DataError("must be a non-empty list of messages with role and content")
     found: list[JsonObject] = []
@@ -74,11 +68,8 @@ def _text(content: object, what: str, has_calls: bool) -> str | None:
 
 
 def tools_of(value: object) -> list[JsonObject]:
-    """The tools of a column, which may be JSON text: Parquet mixes up the fields of several tools. null: none.
-
-    Raises:
-        DataError: It is no list of objects.
-    """
+    """The tools of a column, which may be JSON text: Parquet mixes up the fields of several tools. null: none. Raises:
+    DataError."""
     found = _parsed(value, TOOLS) or []
     if not isinstance(found, list) or not all(isinstance(tool, dict) and tool for tool in found):
         raise DataError(f"{TOOLS} must be a list of objects, as OpenAI's protocol has them, got {value!r:.60}")
@@ -86,11 +77,8 @@ def tools_of(value: object) -> list[JsonObject]:
 
 
 def template_options(value: object) -> JsonObject:
-    """The further variables of the template in a column or a request; may be JSON text. null: none.
-
-    Raises:
-        DataError: It is no object.
-    """
+    """The further variables of the template in a column or a request; may be JSON text. null: none. Raises:
+    DataError."""
     found = _parsed(value, TEMPLATE_OPTIONS) or {}
     if not isinstance(found, dict):
         raise DataError(f"{TEMPLATE_OPTIONS} must be an object such as {{'enable_thinking': false}}, got {value!r:.60}")

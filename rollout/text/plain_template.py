@@ -2,9 +2,9 @@
 
     tokenizer_config.json, chat_template.jinja --read_plain--> PlainTemplate, or None: ask transformers
 
-Owns: which folders can be read so, and what templates may use. Does not own: what is rendered (chat_template.py).
-Invariant: the text is that of transformers.PreTrainedTokenizerFast (render_jinja_template, transformers 5.17 and 5.19);
-a folder whose templates or special tokens need more is left to it.
+Owns: which folders can be read so, and what templates may use. Invariant: the text is that of
+transformers.PreTrainedTokenizerFast (render_jinja_template, transformers 5.17 and 5.19); a folder whose templates or
+special tokens need more is left to it.
 """
 
 import json
@@ -30,8 +30,6 @@ _OTHER_PLACES = ("tekken.json", "chat_template.json", "additional_chat_templates
 
 
 class PlainTemplate:
-    """A template and the special tokens that it may write."""
-
     def __init__(self, chat_template: str, special_tokens: Mapping[str, str]) -> None:
         self.chat_template = chat_template
         self._special_tokens = special_tokens
@@ -46,7 +44,6 @@ class PlainTemplate:
         tokenize: bool = False,
         **options: Any,
     ) -> str:
-        """As the method of transformers' tokenizers."""
         assert not tokenize
         variables = {"documents": None, **self._special_tokens, **options}
         return self._template.render(
@@ -90,7 +87,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _text_of(token: Any) -> str:
-    """A special token as tokenizer_config.json has it: a text, or an AddedToken."""
     return str(token["content"] if isinstance(token, dict) else token)
 
 

@@ -1,7 +1,6 @@
 """Plain text to token ids: one rule for rows, for the conversations of agents, and for their plain prompts.
 
-Owns: how a tokenizer.json is loaded, and which special tokens a text gets. Does not own: chat templates
-(chat_template.py), which bring their own. Callers: inputs/text_encoder.py, agents/chat_text.py.
+Owns: how a tokenizer.json is loaded, and which special tokens a text gets.
 """
 
 from pathlib import Path
@@ -15,11 +14,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's tokenizer, which cuts and pads nothing: some files say that it should.
-
-    Raises:
-        TokenizerError: The file is no tokenizer.
-    """
+    """The folder's tokenizer, which cuts and pads nothing: some files say that it should. Raises: TokenizerError."""
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
     except Exception as error:  # the only class that `tokenizers` raises
@@ -33,12 +28,7 @@ def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tu
     """(token ids, the characters of `text` that each token has, as (start, stop)).
 
     Text that a template rendered before begins with the special tokens that the tokenizer adds, or ends with them. They
-    are not added a second time.
-
-    Args:
-        add_special_tokens: Whether the tokenizer adds its own, such as the token that begins a text; (0, 0) is their
-            place.
-    """
+    are not added a second time, where any are to be added; (0, 0) is their place."""
     encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids, is_added = encoded.ids, encoded.special_tokens_mask
     num_before = next((place for place, added in enumerate(is_added) if not added), len(ids))

@@ -5,8 +5,8 @@
     a role that is not known   templates write any word where the role stands    refused, unless the template names it
     system in the middle       some templates leave it out, or move it           refused where they do
 
-Owns: these rules for rows. Does not own: the form of a message (messages.py), rendering (chat_template.py). An agent
-may say what it likes in any order; a message that the template leaves out is refused all the same.
+Owns: these rules for rows. An agent may say what it likes in any order; a message that the template leaves out is
+refused all the same.
 """
 
 import itertools
@@ -33,15 +33,9 @@ class TurnCheck:
         """Roles that the template was seen to write, at the beginning (True) or later."""
 
     def check(self, chat: Chat, *, is_open: bool) -> None:
-        """Refuse turns that the model would be shown in another way than the row has them.
-
-        Args:
-            is_open: An answer is asked for after the last message.
-
-        Raises:
-            DataError: Names the message by its number, from 1.
-            TemplateRefused: The template refuses the messages.
-        """
+        """Refuse turns that the model would be shown in another way than the row has them. `is_open`: an answer is
+        asked for after the last message. Raises: DataError that names the message by its number, from 1;
+        TemplateRefused."""
         roles = [str(message["role"]) for message in chat.messages]
         self._check_roles(roles)
         _check_order(roles, is_open)
@@ -53,12 +47,7 @@ class TurnCheck:
 
     def check_shown(self, chat: Chat) -> None:
         """Refuse a message of an agent's request whose role neither OpenAI's protocol nor the template names, or which
-        the template leaves out.
-
-        Raises:
-            DataError: Names the message by its number, from 1.
-            TemplateRefused: The template refuses the messages.
-        """
+        the template leaves out. Raises: as check()."""
         roles = [str(message["role"]) for message in chat.messages]
         self._check_roles(roles, OPENAI_ROLES)
         asked = {(role, number == 0) for number, role in enumerate(roles) if role == "system" or role not in ROLES}

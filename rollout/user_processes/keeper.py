@@ -118,7 +118,6 @@ def _stop(pid: int, parent: int) -> None:
 
 
 def _below(root: int, parents: dict[int, int]) -> set[int]:
-    """All descendants of a process."""
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)

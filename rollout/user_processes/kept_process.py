@@ -34,19 +34,10 @@ class KeptProcess:
 
     @classmethod
     async def start(
-        cls,
-        module: str,
-        *,
-        environment: Mapping[str, str],
-        log_path: Path | None,
-        max_message_bytes: int = MAX_BYTES,
+        cls, module: str, *, environment: Mapping[str, str], log_path: Path | None, max_message_bytes: int = MAX_BYTES
     ) -> KeptProcess:
-        """Start `python -m module FD`, FD being its end of the connection.
-
-        Args:
-            log_path: File to which what it prints is appended, at once, up to MAX_LOG_BYTES; None: it is dropped.
-            max_message_bytes: A message of the process that announces more ends the connection.
-        """
+        """Start `python -m module FD`, FD being its end of the connection. What it prints is appended to the log, up to
+        MAX_LOG_BYTES; None: it is dropped. A longer message of the process ends the connection."""
         ours, theirs = socket.socketpair()
         channel = await Channel.over(ours, max_bytes=max_message_bytes)
         with contextlib.ExitStack() as failed, theirs:
@@ -72,11 +63,7 @@ class KeptProcess:
         return self._keeper.poll()
 
     async def end(self, *, at_once: bool = False) -> None:
-        """End it and everything that it started. Idempotent.
-
-        Args:
-            at_once: Kill it: it would not end by itself.
-        """
+        """End it and everything that it started; `at_once` where it would not end by itself. Idempotent."""
         self.channel.close(drop_unsent=at_once)
         assert self._keeper.stdin is not None
         if at_once:

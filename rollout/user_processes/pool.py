@@ -6,8 +6,7 @@
                                                                                 lost, and another one takes its place
 
 Owns: which question is where, replacement and end of the processes, and their environment. Does not own: one process
-and its deadlines (user_process.py), what is asked and answered (rewards/reward_pool.py, agents/agent_pool.py), what
-happens inside a process (serve.py), the end of what it starts (keeper.py).
+and its deadlines (user_process.py), what is asked and answered (rewards/reward_pool.py, agents/agent_pool.py).
 Invariant: every ask() gets an answer, or Lost, or is cancelled.
 """
 
@@ -21,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.conf.errors import ConfigError
-from slipstream.rollout.user_processes.user_process import DIED, Lost, Program, UserProcess
+from slipstream.rollout.user_processes.outcomes import DIED
+from slipstream.rollout.user_processes.user_process import Lost, Program, UserProcess
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,11 +60,8 @@ class UserPool:
         self.is_closed = False
 
     async def start(self) -> list[Any]:
-        """Start every process. Returns what the first one says when it is ready.
-
-        Raises:
-            ConfigError: Of the program's class: the function cannot be set up.
-        """
+        """Start every process. Returns what the first one says when it is ready. Raises ConfigError: of the program's
+        class: the function cannot be set up."""
         started = await asyncio.gather(*(self._process_of(place) for place in self._places))
         return started[0].ready
 
@@ -80,16 +77,12 @@ class UserPool:
         timeout_s: float | None = None,
         limit: str = "",
     ) -> T:
-        """Ask one process, and wait for its answer. Cancelled, it tells the process, and waits for nothing.
+        """Ask one process, and wait for its answer. Cancelled, it tells the process, and waits for nothing. Raises
+        Lost: there will be no answer. The process has ended, and everything that it started.
 
         Args:
-            message: What follows the number.
             read: The answer as a value; None: it is none, and the process is killed.
-            timeout_s: A process that has not answered by then is killed, too.
-            limit: How messages name that limit.
-
-        Raises:
-            Lost: There will be no answer. The process has ended, and everything that it started.
+            timeout_s: A process that has not answered by then is killed, too; messages call that `limit`.
         """
         async with self._room or contextlib.nullcontext():
             place = min(self._places, key=self._preference)
@@ -119,11 +112,8 @@ class UserPool:
         await asyncio.gather(*(process.end() for process in self._alive))
 
     async def _process_of(self, place: _Place) -> UserProcess:
-        """The process of a place, started again if it is over.
-
-        Raises:
-            ConfigError: Of the program's class: it does not start.
-        """
+        """The process of a place, started again if it is over. Raises ConfigError: of the program's class: it does not
+        start."""
         async with place.starting:
             if place.process is None or place.process.is_over:
                 if self.is_closed:
@@ -164,11 +154,8 @@ class UserPool:
 def user_environment(
     option: str, names: Sequence[str], environ: Mapping[str, str], error: type[ConfigError], *, also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The environment of the user's code: the variables of PASSED_ON, `names` and `also`, and PYTHONPATH.
-
-    Raises:
-        ConfigError: Of class `error`: the option names a variable that is not set.
-    """
+    """The environment of the user's code: the variables of PASSED_ON, `names` and `also`, and PYTHONPATH. Raises
+    ConfigError: of class `error`: the option names a variable that is not set."""
     if missing := [name for name in names if name not in environ]:
         raise error(
             f"{option} names {', '.join(missing)}, which is not set where the run starts; export it, or remove it "

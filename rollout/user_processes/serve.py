@@ -1,15 +1,13 @@
 """The other end of a pool (user_process.py has the messages): what a process does that runs a function of the user's.
 
-Owns: reading questions, writing answers, and the report of what the user's code raised. Does not own the function, or
-what an answer says. If the user's code writes an answer itself, the real one follows as one too many, which the pool
-notices. No torch, no vLLM.
+Owns: reading questions and writing answers. If the user's code writes an answer itself, the real one follows as one too
+many, which the pool notices. No torch, no vLLM.
 """
 
 import asyncio
 import contextlib
 import socket
 import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,10 +15,6 @@ from slipstream.conf.errors import SlipstreamError
 from slipstream.rollout.channel import BlockingChannel, Channel, Disconnected
 from slipstream.rollout.user_processes.user_process import ALIVE_EVERY_S
 
-MAX_FRAMES = 10
-"""Parts of a traceback that are reported: the last ones, including the exception's own line."""
-MAX_PART = 600
-"""Longest part, in characters. An exception's message may hold a whole response."""
 MAX_REASON = 4000
 """Longest reason why a function cannot be set up, in characters."""
 
@@ -31,11 +25,8 @@ def serve(set_up: Callable[[Any], tuple[Answer, list[object]]], *, tells_alive: 
     """Answer until the pool closes the connection: coroutines many questions at the same time, a plain function one
     after the other, in the main thread and outside of an event loop.
 
-    Args:
-        set_up: Takes the pool's first message. Returns what answers, and what the pool is told then; raises a
-            SlipstreamError that says why it cannot.
-        tells_alive: Say every ALIVE_EVERY_S that the event loop turns.
-    """
+    `set_up` takes the pool's first message, and returns what answers and what the pool is told then, or raises a
+    SlipstreamError that says why it cannot. `tells_alive`: say every ALIVE_EVERY_S that the event loop turns."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     with contextlib.suppress(Disconnected):
@@ -64,7 +55,6 @@ def _serve(connection: socket.socket, set_up: Callable[[Any], tuple[Answer, list
 async def _serve_many(
     connection: socket.socket, answer: Callable[..., Awaitable[list[object]]], tells_alive: bool
 ) -> None:
-    """Raises: Disconnected."""
     channel = await Channel.over(connection)
     running: dict[int, asyncio.Task[None]] = {}
 
@@ -84,13 +74,3 @@ async def _serve_many(
             task.add_done_callback(lambda _, number=number: running.pop(number, None))
         elif number in running:
             running[number].cancel()
-
-
-def report_of(error: BaseException) -> tuple[str, str]:
-    """The end of the traceback, and "class file:line" of what was raised."""
-    told = traceback.TracebackException.from_exception(error)
-    parts = [
-        part if len(part) <= MAX_PART else f"{part[:MAX_PART]}... ({len(part)} characters)\n" for part in told.format()
-    ]
-    place = f"{told.stack[-1].filename}:{told.stack[-1].lineno}" if told.stack else "nowhere"
-    return "".join(parts[-MAX_FRAMES:]), f"{type(error).__name__} {place}"

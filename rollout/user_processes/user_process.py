@@ -5,7 +5,7 @@
     pool -> [number]   nobody waits    process -> [0]   every ALIVE_EVERY_S, with silence_s: its event loop turns
 
 Owns: these messages, their deadlines, and the detection of a process that does not answer. Does not own: who asks
-(pool.py), the connection (channel.py), the end of what it starts (keeper.py).
+(pool.py), the end of what it starts (keeper.py).
 Invariant: what a process writes is data of a bounded size. Whatever is no answer ends it.
 """
 
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from slipstream.conf.errors import ConfigError
 from slipstream.rollout.channel import Disconnected, Garbled
 from slipstream.rollout.user_processes.kept_process import KeptProcess
+from slipstream.rollout.user_processes.outcomes import BLOCKED, DIED, GARBLED, TIMEOUT
 
 T = TypeVar("T")
 
@@ -30,15 +31,10 @@ ALIVE_EVERY_S = 1.0
 """How often the event loop of a process says that it turns."""
 START_TIMEOUT_S = 120.0
 """Longest import of the user's module, in seconds; some import a whole framework."""
-TIMEOUT, DIED, GARBLED, BLOCKED = "timeout", "died", "garbled", "blocked"
 
 
 class Lost(Exception):
-    """A question's process is gone.
-
-    Args:
-        kind: TIMEOUT, DIED, GARBLED or BLOCKED.
-    """
+    """A question's process is gone: TIMEOUT, DIED, GARBLED or BLOCKED."""
 
     def __init__(self, kind: str, report: str) -> None:
         super().__init__(report)
@@ -54,7 +50,6 @@ class Program:
     """
 
     what: str
-    """In messages: the agent, the reward."""
     option: str
     """How messages name the user's function."""
     module: str
@@ -85,7 +80,6 @@ class UserProcess:
         self._heard_at = time.monotonic()
         self._lost: Lost | None = None
         self._has_failed = asyncio.Event()
-        """Set once `_lost` is."""
         self._is_told = False
         """Whether it is ended by a closed connection, and not killed at once."""
         self._tasks: list[asyncio.Task[None]] = []

@@ -22,6 +22,7 @@ import pytest
 from fakes.scripted_engine import Script
 from pydantic import BaseModel
 
+from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.prompts import PromptReader
 from slipstream.orchestrator.data.sources import START, Row
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -83,7 +84,7 @@ async def serving(
     """An endpoint with one episode, whose template has these options, and a client of it."""
     script = Script(chat)
     limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
-    episode = Episode(0, chat, limits, script.generate, options)
+    episode = Episode(chat, limits, script.generate, options)
     endpoint = Endpoint({"sesame": episode}, {"temperature": 1.0, "top_p": 1.0})
     base_url = await endpoint.start("127.0.0.1", 0)
     async with openai.AsyncOpenAI(base_url=base_url, api_key="sesame", max_retries=0) as client:
@@ -184,7 +185,7 @@ async def test_a_refused_field_is_named(served: Served) -> None:
 async def test_a_plain_prompt_has_the_tokens_of_a_row_with_this_text(served: Served, folder: Path, text: str) -> None:
     client, script, _ = served
     row = Row("rows.jsonl:1", {"prompt": text}, START)
-    prompt = PromptReader(encoder=TextEncoder(folder), max_prompt_tokens=99).prompt(row, 0)
+    prompt = PromptReader(data=DataConfig(), encoder=TextEncoder(folder), max_prompt_tokens=99).prompt(row, 0)
     script.texts = ["3", " or 4<eos>"]
     answer = await client.completions.create(model="policy", prompt=text)
     await client.completions.create(model="policy", prompt=text + "3")

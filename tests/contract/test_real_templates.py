@@ -255,7 +255,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def episode_of(chat: FolderChatText, requests: Requests) -> Episode:
     limits = Limits(max_turns=20, max_tokens=10_000, max_turn_tokens=200, max_model_len=20_000)
-    return Episode(0, chat, limits, requests.generate)
+    return Episode(chat, limits, requests.generate)
 
 
 async def test_what_is_trained_is_what_the_engine_was_given_and_sampled(model: tuple[Family, FolderChatText]) -> None:

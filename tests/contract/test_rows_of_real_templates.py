@@ -50,8 +50,7 @@ def read(folder: Path, columns: dict[str, Any], config: DataConfig) -> tuple[tup
         return tuple(one.token_ids for one in pair.sequences)
     if "messages" in columns:
         return (ConversationReader(config, encoder).read(row, 0).token_ids,)
-    options = config.chat_template_kwargs
-    return (PromptReader(encoder=encoder, max_prompt_tokens=9999, template_options=options).prompt(row, 0).token_ids,)
+    return (PromptReader(data=config, encoder=encoder, max_prompt_tokens=9999).prompt(row, 0).token_ids,)
 
 
 ROWS = {

@@ -10,7 +10,7 @@ The answer is what `after` has beyond `before`. Templates of models that think d
                                   the row's answer has none                          <assistant>, with a word about it
     the turns before the answer are written in another way once it is there          refused
 
-Owns: this choice. Does not own: tokens and sequences (conversations.py), what ends an answer (turn_ends.py).
+Does not own: tokens and sequences (conversations.py), what ends an answer (turn_ends.py).
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,8 @@ class Answer:
 
 
 def answer_of(chat: Chat, number: int, where: str, encoder: Encoder) -> Answer:
-    """The answer of turn `number`, as the template writes it in the last place.
-
-    Raises:
-        DataError: It cannot be taught as the model would be asked for it. Names the row and the turn.
-    """
+    """The answer of turn `number`, as the template writes it in the last place. Raises: DataError, where it cannot be
+    taught as the model would be asked for it; names the row and the turn."""
     turn, message = f"{where}: turn {number + 1}", chat.messages[number]
     # A template makes something else of no turn at all than of a first one: without its own system prompt, for one.
     before = (
@@ -95,7 +92,8 @@ def _as_given(chat: Chat, number: int, before: str, where: str, encoder: Encoder
 def _around(chat: Chat, number: int, where: str, encoder: Encoder) -> tuple[str, str]:
     """(what the template writes before an answer in this place, whatever it says; what it writes after it)."""
     words = ("a", "b")
-    chats = (replace(chat, messages=[*chat.messages[:number], _saying(word)]) for word in words)
+    said: list[JsonObject] = [{"role": "assistant", "content": word} for word in words]
+    chats = (replace(chat, messages=[*chat.messages[:number], one]) for one in said)
     texts = [rendered(encoder, one, where, is_open=False) for one in chats]
     opening = texts[0][: num_shared(*texts)]
     end = texts[0][len(opening) + 1 :]
@@ -104,17 +102,11 @@ def _around(chat: Chat, number: int, where: str, encoder: Encoder) -> tuple[str,
     return opening, end
 
 
-def _saying(word: str) -> JsonObject:
-    return {"role": "assistant", "content": word}
-
-
 def num_shared(some: Sequence[object], others: Sequence[object]) -> int:
-    """Length of the common beginning."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
 def _thought(content: str) -> str:
-    """The thinking of a message's content; empty where it has none."""
     before, found, _ = content.partition(THOUGHT_ENDS)
     return before.rpartition("<think>")[2].strip() if found else ""

@@ -1,7 +1,6 @@
 """Reads conversations for supervised fine-tuning: token sequences, and which of their tokens are taught.
 
-Owns: which tokens the model is taught, and the check of every row before the run starts. Does not own files
-(data/sources.py reads rows) nor the loop (finetuner.py). No torch.
+Owns: which tokens the model is taught, and the check of every row before the run starts. No torch.
 Invariant: the text of a conversation is exactly what the chat template makes of it up to an answer in the last place
 (answers.py has the exceptions), or prompt + response; a token counts when one of its characters belongs to an
 assistant's turn, or ends it as the next turn's header (turn_ends.py), which is added after the last turn.
@@ -71,7 +70,6 @@ class Lesson:
     sequences: tuple[Conversation, ...]
     """Each answer is taught in one; of preferences (preferences.py) there are two, the preferred one first."""
     are_compared: bool = False
-    """Whether they are preferences."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -96,12 +94,8 @@ class RowReader:
 
 class ConversationReader(RowReader):
     def read(self, row: Row, number: int) -> Lesson:
-        """Check and tokenize one row.
-
-        Raises:
-            DataError: the row is no conversation, teaches nothing or an empty answer, or is longer than
-                data.max_sequence_tokens. Names its place.
-        """
+        """Check and tokenize one row. Raises: DataError that names its place: the row is no conversation, teaches
+        nothing or an empty answer, or is longer than data.max_sequence_tokens."""
         where, columns = row.where, renamed(row, self.config.columns)
         found = self._tokenized(columns, where)
         for conversation in found:
@@ -210,11 +204,7 @@ def chat_conversations(chat: Chat, where: str, encoder: Encoder, first_taught: i
 
 
 def text_or_turns(value: object, what: str) -> str | Turns:
-    """Text or messages of a column, not empty.
-
-    Raises:
-        DataError: It is neither, or empty. Begins with `what`.
-    """
+    """Text or messages of a column, not empty. Raises: DataError that begins with `what`."""
     if isinstance(value, str):
         found, is_empty = value, not value.strip()
     else:

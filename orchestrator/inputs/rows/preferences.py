@@ -1,7 +1,6 @@
 """Reads pairs of answers for preference optimization: two token sequences, and which of their tokens are the answers'.
 
-Owns: the forms of a pair, and the check of every row before the run starts. Does not own: text to tokens
-(conversations.py), the loss (trainer/step/loss.py). No torch.
+Owns: the forms of a pair, and the check of every row before the run starts. No torch.
 Invariant: both sequences begin with the same prompt, and their counted tokens are whole answers with what ends them.
 
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}           any of the three may be a list of messages instead
@@ -39,12 +38,8 @@ ANSWERS = ("chosen", "rejected")
 
 class PreferenceReader(RowReader):
     def read(self, row: Row, number: int) -> Lesson:
-        """Check and tokenize one row.
-
-        Raises:
-            DataError: the row is no pair, an answer is empty, both are equal, or one is longer with its prompt than
-                data.max_sequence_tokens. Names its place.
-        """
+        """Check and tokenize one row. Raises: DataError that names its place: the row is no pair, an answer is empty,
+        both are equal, or one is longer with its prompt than data.max_sequence_tokens."""
         where, columns = row.where, renamed(row, self.config.columns)
         chosen, rejected = (self._value(columns, name, f"data.columns.{name}", where) for name in ANSWERS)
         key = self.config.prompt_key
@@ -70,7 +65,6 @@ class PreferenceReader(RowReader):
         return Lesson(tuple(pair), are_compared=True)
 
     def _value(self, columns: JsonObject, name: str, option: str, where: str) -> str | Turns:
-        """Text or messages of a column, not empty."""
         if name not in columns:
             raise DataError(
                 f"{where}: no column {name!r} ({option}); a row needs 'chosen' and 'rejected', and the columns are "
@@ -90,7 +84,7 @@ class PreferenceReader(RowReader):
             raise DataError(_no_prompt(where, self.config.prompt_key))
         before = pair[0] if prompt is None else whole(prompt)
         first = min(num_shared(before.token_ids, one.token_ids) for one in pair)
-        return [_taught_from(first, one) for one in pair]
+        return [replace(one, is_taught=(*[False] * first, *one.is_taught[first:])) for one in pair]
 
     def _of_messages(
         self, prompt: Turns | None, chosen: Turns, rejected: Turns, beside: Chat, where: str
@@ -120,7 +114,6 @@ class PreferenceReader(RowReader):
         return [self._in_one(chat, where, first, name) for name, chat in zip(ANSWERS, chats, strict=True)]
 
     def _in_one(self, chat: Chat, where: str, first: int, name: str) -> Conversation:
-        """The answers from turn `first` on as one sequence."""
         found = chat_conversations(chat, where, self.encoder, first)
         if len(found) > 1:
             raise DataError(
@@ -129,11 +122,6 @@ class PreferenceReader(RowReader):
                 "their last turn"
             )
         return found[0]
-
-
-def _taught_from(first: int, one: Conversation) -> Conversation:
-    taught = tuple(is_taught and place >= first for place, is_taught in enumerate(one.is_taught))
-    return replace(one, is_taught=taught)
 
 
 def _no_prompt(where: str, key: str) -> str:

@@ -2,9 +2,7 @@
 
     row --prompts / conversations / preferences--> token ids --checks--> one Fact, or one DataError that names the row
 
-Owns: rules between a row and the run's other options. Does not own: sources (data/sources.py), the order of rows
-(data/streams.py), which tokens of a conversation or a pair count
-(conversations.py, preferences.py). No transformers, no torch.
+Owns: rules between a row and the run's other options. No transformers, no torch.
 """
 
 from __future__ import annotations
@@ -50,24 +48,19 @@ RENDERED_ROWS = 256
 
 
 class PromptRows:
-    """The prompts of a run: each row read, tokenized, and checked against the run's other options.
-
-    Raises of all methods: DataError, with the row's place.
-    """
+    """The prompts of a run: each row read, tokenized, and checked against the run's other options. All methods raise
+    DataError, with the row's place."""
 
     def __init__(self, config: RunConfig, encoder: Encoder) -> None:
-        data = config.data
         self._config = config
         reward = config.reward
         self._parts = reward.by_name
         self._needed = {name: columns_needed(part, reward.section_of(name)) for name, part in self._parts.items()}
         self._vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
         self._reader = PromptReader(
+            data=config.data,
             encoder=encoder,
             max_prompt_tokens=config.max_prompt_tokens,
-            prompt_key=data.prompt_key,
-            columns=data.columns,
-            template_options=data.chat_template_kwargs,
             is_for_agent=config.rollout.agent is not None,
         )
 
@@ -120,7 +113,6 @@ class PromptRows:
         return {name: items.found for name, items in held_out_items(self._config.data, self.read).items()}
 
     def stream(self) -> Stream[Prompt]:
-        """Training prompts in the order in which the run draws them."""
         data, order = self._config.data, None
         if data.order is Order.middling:
             order = partial(Middling, floor=data.curriculum_floor)
@@ -179,14 +171,18 @@ def check_data(config: RunConfig) -> Fact:
         training = [items(data, index, read) for index in range(len(data.training_sources))]
         held_out = held_out_items(data, read, "checking")
         found = [prompt for of_source in training for prompt in of_source.found]
-        warnings += _columns_left_out({**of_prompts.left_out, **quick_ones.left_out})
+        if left_out := {**of_prompts.left_out, **quick_ones.left_out}:
+            named = ", ".join(f"{column} ({kind})" for column, kind in left_out.items())
+            warnings.append(f"columns that neither rewards nor agents get, because JSON cannot hold them: {named}")
         warnings += _answers_out_of_reach(config, found, encoder)
         has_chats = any(prompt.messages is not None for prompt in found)
     is_exact = not (data.stream or encoder.has_estimated)
     check_rows_go_on(config, training if is_exact else None)
     warnings += _answers_end_elsewhere(config, encoder.exact) if has_chats else []
     num_rows = sum(len(of_source.found) for of_source in training)
-    warnings += _fewer_than_a_step(config, num_rows)
+    name, taken = _taken_by_a_step(config)
+    if config.run.num_steps and not data.stream and num_rows < taken:
+        warnings.append(f"fewer than a step takes, so that each is drawn more than once: algorithm.{name}={taken}")
     what = "the first " if data.stream else ""
     parts = [f"{what}{num} in {source}" for num, source in zip(training, data.training_sources, strict=True)]
     for name, source in data.held_out_sources.items():
@@ -199,20 +195,6 @@ def check_data(config: RunConfig) -> Fact:
     shown = (Fact(f"first {subject[:-1]}", f"{seen[0][0]}, {shown_row(seen[0][1], encoder.exact)}"),) if seen else ()
     finding = "; ".join([", ".join(parts) + bound, *warnings])
     return Fact(subject, finding, is_warning=bool(warnings), also=(*shown, *_epochs(config, num_rows)))
-
-
-def _columns_left_out(left_out: Mapping[str, str]) -> list[str]:
-    """What to say of columns that nobody is given."""
-    named = ", ".join(f"{column} ({kind})" for column, kind in left_out.items())
-    return [f"columns that neither rewards nor agents get, because JSON cannot hold them: {named}"] if named else []
-
-
-def _fewer_than_a_step(config: RunConfig, num_rows: int) -> list[str]:
-    """What to say where a step draws a row more than once."""
-    name, taken = _taken_by_a_step(config)
-    if config.run.num_steps == 0 or config.data.stream or num_rows >= taken:
-        return []
-    return [f"fewer than a step takes, so that each is drawn more than once: algorithm.{name}={taken}"]
 
 
 def _taken_by_a_step(config: RunConfig) -> tuple[str, int]:
@@ -260,11 +242,8 @@ def first_prompts(config: RunConfig, *, most_rows: int) -> list[Prompt]:
 
 
 def check_ends(config: RunConfig, ends: Mapping[int, str]) -> None:
-    """Refuse a model of which nothing says where its responses end, unless an option does.
-
-    Args:
-        ends: Tokens that the model's files call an end.
-    """
+    """Refuse a model of which nothing says where its responses end: neither `ends`, what its files call so, nor an
+    option."""
     sampling = config.rollout.sampling
     is_sampled = config.algorithm.objective is Objective.policy
     if ends or (is_sampled and (sampling.stop or sampling.stop_token_ids or not sampling.stop_at_eos)):
@@ -310,7 +289,6 @@ def _answers_end_elsewhere(config: RunConfig, encoder: TextEncoder) -> list[str]
 def lesson_reader(
     config: RunConfig, encoder: Encoder, check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None
 ) -> Callable[[Row, int], Lesson]:
-    """Makes a lesson of a row and its number, for a run without engines. Arguments as those of ConversationReader."""
     if config.algorithm.objective is Objective.dpo:
         return PreferenceReader(config.data, encoder, check).read
     return ConversationReader(config.data, encoder, check).read
@@ -372,7 +350,6 @@ class RowEncoder:
         folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.has_estimated = False
-        """Whether a chat was joined."""
         began = None if (resumed := resumed_folder(config.run)) is None else RunFolder(resumed.resolve()).began
         self.exact = exact = TextEncoder(prepare_model(model, folder, began).folder)
         self.ends, self.encode, self.encode_with_places = exact.ends, exact.encode, exact.encode_with_places

@@ -2,8 +2,7 @@
 
     rows.jsonl:1, 9 tokens (2 taught): '<bos>user: 2 + 2?\\nassistant: >>>4<eos><<<'
 
-Owns: how a row is shown, and what is said of answers without the thinking that a generation prompt begins. Does not own
-the reading of rows (prompt_rows.py).
+Owns: how a row is shown, and what is said of answers without the thinking that a generation prompt begins.
 """
 
 import itertools
@@ -19,7 +18,6 @@ MAX_SHOWN = 600
 
 
 def shown_row(row: Prompt | Lesson, decoder: TextEncoder) -> str:
-    """A row in words: how many tokens, and their text."""
     if isinstance(row, Prompt):
         return f"{len(row.token_ids)} tokens: {_cut(decoder.decode(row.token_ids))}"
     if row.are_compared:

@@ -3,7 +3,7 @@
     GLM    <|user|>2 + 2?<|assistant|>4<|user|>     a model of it samples <|user|>, or <|observation|> after tool calls
 
 Owns: which text after an answer is taught with it, and whether a template's answers end as responses do. Does not own:
-which tokens are ends (rollout/text/ends.py), nor spans of answers (conversations.py).
+which tokens are ends (rollout/text/ends.py).
 """
 
 import functools
@@ -22,18 +22,12 @@ _TURNS: dict[str, tuple[JsonObject, JsonObject]] = {
         {"role": "tool", "tool_call_id": "call-1", "name": "f", "content": "b"},
     ),
 }
-"""Role -> an answer, and what follows it."""
 _MARK = "an answer of no row"
 
 
 def end_after(answer: str, following: str, message: JsonMapping, encoder: Encoder) -> str:
-    """The text after an answer that ends it; empty if the answer has its end, or none is known.
-
-    Args:
-        answer: Its text, as the template writes it.
-        following: The template's text after it; empty after the last turn, whose next header is asked for.
-        message: The answer's message.
-    """
+    """The text after an answer that ends it; empty if the answer has its end, or none is known. `following` is what the
+    template writes after it; empty after the last turn, whose next header is asked for."""
     texts = [text for text in encoder.ends.values() if text]
     if any(text in answer for text in texts):
         return ""

@@ -82,42 +82,25 @@ def test_a_run_that_goes_on_another_day_has_the_same_prompts(is_plain: bool, tmp
     assert template.render([{"role": "user", "content": "!"}], is_open=True) == "02 Jan 2025!"
 
 
-def test_an_option_goes_before_a_special_token_of_its_name(tmp_path: Path) -> None:
-    folder = save(tmp_path, "{{ bos_token }}{{ eos_token }}", bos_token="<bos>", eos_token="<eos>")
-    assert ChatTemplate(folder).render(CHAT, is_open=True, options={"bos_token": "<own>"}) == "<own><eos>"
-
-
-@pytest.mark.parametrize(
-    "description",
-    [
-        {"extra_special_tokens": {"image_token": "<unk>"}},
-        {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}},
-        {"chat_template": [{"name": "default", "template": "x"}]},
-    ],
-)
-def test_folders_that_need_more_are_left_to_transformers(description: dict[str, Any], tmp_path: Path) -> None:
-    assert read_plain(save(tmp_path, "{{ image_token }}", **description)) is None
-
-
-@pytest.mark.parametrize("name", ["tekken.json", "chat_template.json", "additional_chat_templates"])
-def test_folders_with_a_template_elsewhere_or_without_a_description_are_left_to_transformers(
-    name: str, tmp_path: Path
-) -> None:
+def test_folders_that_need_more_are_left_to_transformers(tmp_path: Path) -> None:
+    named = {"added_tokens_decoder": {}}  # else another file may name special tokens
+    for template, description in (
+        ("{{ image_token }}", {"extra_special_tokens": {"image_token": "<unk>"}}),
+        ("x", {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}),
+        ([{"name": "default", "template": "x"}], {}),
+        ("{{ special_tokens_map }}", named),
+    ):
+        assert read_plain(save(tmp_path, template, **description)) is None, template
     folder = save(tmp_path, "x")
-    assert read_plain(folder) is not None
-    (folder / name).write_text("{}")
-    assert read_plain(folder) is None
-    (folder / name).unlink()
+    for name in ("tekken.json", "chat_template.json", "additional_chat_templates", "special_tokens_map.json"):
+        assert read_plain(folder) is not None
+        (folder / name).write_text("{}")
+        assert read_plain(folder) is None, name
+        (folder / name).unlink()
+    (folder / "special_tokens_map.json").write_text("{}")
+    assert read_plain(save(tmp_path, "x", **named)) is not None
     (folder / "tokenizer_config.json").unlink()
     assert read_plain(folder) is None
-
-
-def test_special_tokens_that_another_file_may_name_are_left_to_transformers(tmp_path: Path) -> None:
-    folder = save(tmp_path, "x", added_tokens_decoder={})
-    (folder / "special_tokens_map.json").write_text("{}")
-    assert read_plain(folder) is not None
-    assert read_plain(save(tmp_path, "{{ special_tokens_map }}", added_tokens_decoder={})) is None
-    assert read_plain(save(tmp_path, "x")) is None
 
 
 @pytest.mark.parametrize("option", ["messages", "tools", "add_generation_prompt"])
@@ -125,13 +108,6 @@ def test_what_a_request_says_is_no_option(option: str, tmp_path: Path) -> None:
     template = ChatTemplate(save(tmp_path, "{{ messages }}{{ tools }}{{ add_generation_prompt }}"))
     with pytest.raises(DataError, match=rf"kwargs\.{option}: .* reads no such option; it reads none$"):
         template.check_options({option: 1})
-
-
-@pytest.mark.parametrize("calls", [None, []])
-def test_an_answer_may_say_that_it_has_no_calls(calls: list[object] | None, tmp_path: Path) -> None:
-    answer = {"role": "assistant", "content": "4", "tool_calls": calls}
-    template = ChatTemplate(save(tmp_path, "{{ messages[1].content }}{{ 'calls' if messages[1].tool_calls }}"))
-    assert template.render([*CHAT[:1], answer], is_open=False) == "4"
 
 
 def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
@@ -156,57 +132,48 @@ def test_a_templates_own_refusal_is_raised(tmp_path: Path) -> None:
         ChatTemplate(folder).render(CHAT, is_open=True)
 
 
-def calling(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", **arguments}}]}]
+def calling(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", **arguments}}]}
+
+
+FUNCTION = "messages[0].tool_calls[0].function"
+ARGUMENTS = f"{{% if 'arguments' in {FUNCTION} %}}{{{{ {FUNCTION}.arguments | tojson }}}}{{% endif %}}"
+DEEP = "[" * 100_000
+IF_NONE = "{% if messages[0].content is none %}"
+AS_TEXT = "{{ mood + FUNCTION.arguments + (tools | length | string) }}{% if add_generation_prompt %}|{% endif %}"
+CALM = {"tools": [TOOL], "options": {"mood": "calm "}}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("template", "message", "given", "said"),
     [
-        ({"arguments": '{"a": 1}'}, '{"a": 1}'),
-        ({"arguments": {"a": 1}}, '{"a": 1}'),  # an object already, as rows may have it
-        ({"arguments": '{"a": '}, '"{\\"a\\": "'),  # the model's own words
-        ({"arguments": None}, "null"),
-        ({}, ""),
+        ("{{ bos_token }}{{ eos_token }}", CHAT[0], {"options": {"bos_token": "<own>"}}, "<own><eos>"),
+        *(
+            ("{{ messages[0].content }}{{ messages[0].tool_calls or '' }}", CHAT[2] | {"tool_calls": calls}, {}, "3")
+            for calls in (None, [])
+        ),
+        (ARGUMENTS, calling({"arguments": '{"a": 1}'}), {}, '{"a": 1}'),
+        (ARGUMENTS, calling({"arguments": {"a": 1}}), {}, '{"a": 1}'),  # an object already, as rows may have it
+        (ARGUMENTS, calling({"arguments": '{"a": '}), {}, '"{\\"a\\": "'),  # the model's own words
+        pytest.param(ARGUMENTS, calling({"arguments": DEEP}), {}, f'"{DEEP}"', id="deep"),
+        (ARGUMENTS, calling({"arguments": None}), {}, "null"),
+        (ARGUMENTS, calling({}), {}, ""),
+        ("{{ messages[0].content }}", calling({}), {}, ""),
+        (IF_NONE + "none{% endif %}", calling({}), {}, "none"),
+        (IF_NONE + "{{ raise_exception('no content') }}{% endif %}", calling({}), {}, ""),
+        ("{{ 'content' in messages[0] }}", {"role": "user"}, {}, "False"),
+        (AS_TEXT.replace("FUNCTION", FUNCTION), calling({"arguments": '{"a": 1}'}), CALM, 'calm {"a": 1}1|'),
+        (AS_TEXT.replace("FUNCTION", FUNCTION), calling({"arguments": '{"a": 1}'}), CALM | {"is_open": False},
+         'calm {"a": 1}1'),
     ],
-)
-def test_arguments_of_a_tool_call_are_an_object_where_they_can_be(
-    arguments: dict[str, Any], said: str, tmp_path: Path
+)  # fmt: skip
+def test_what_a_template_is_given(
+    template: str, message: dict[str, Any], given: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    function = "messages[0].tool_calls[0].function"
-    template = f"{{% if 'arguments' in {function} %}}{{{{ {function}.arguments | tojson }}}}{{% endif %}}"
-    assert ChatTemplate(save(tmp_path, template)).render(calling(arguments), is_open=True) == said
-
-
-@pytest.mark.parametrize(
-    ("asks", "said"),
-    [
-        ("", ""),
-        ("{% if messages[0].content is none %}none{% endif %}", "none"),
-        ("{% if messages[0].content is none %}{{ raise_exception('no content') }}{% endif %}", ""),
-    ],
-)
-def test_no_content_is_empty_unless_the_template_asks_for_it_and_takes_it(asks: str, said: str, tmp_path: Path) -> None:
-    text = "" if asks else "{{ messages[0].content }}"
-    assert ChatTemplate(save(tmp_path, text + asks)).render(calling({}), is_open=True) == said
-
-
-def test_content_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    (message,) = calling({})
-    del message["content"]
-    folder = save(tmp_path, "{{ 'content' in messages[0] }}")
-    assert ChatTemplate(folder).render([message], is_open=True) == "False"
-
-
-def test_a_template_that_wants_arguments_as_text_gets_all_the_rest_too(tmp_path: Path) -> None:
-    template = (
-        "{{ mood + messages[0].tool_calls[0].function.arguments + (tools | length | string) }}"
-        "{% if add_generation_prompt %}|{% endif %}"
-    )
-    render = ChatTemplate(save(tmp_path, template)).render
-    messages = calling({"arguments": '{"a": 1}'})
-    assert render(messages, is_open=True, tools=[TOOL], options={"mood": "calm "}) == 'calm {"a": 1}1|'
-    assert render(messages, is_open=False, tools=[TOOL], options={"mood": "calm "}) == 'calm {"a": 1}1'
+    """Calls have arguments as an object where they can be, unless the template wants text; no content is an empty one,
+    unless the template asks for it and takes it."""
+    folder = save(tmp_path, template, bos_token="<bos>", eos_token="<eos>")
+    assert ChatTemplate(folder).render([message], **({"is_open": True} | given)) == said
 
 
 def test_options_of_any_of_several_named_templates_are_known(tmp_path: Path) -> None:
@@ -237,30 +204,45 @@ def test_rendering_imports_no_transformers(tmp_path: Path) -> None:
 
 
 class Written:
-    """Writes the contents in their order; the system's only where no option hides it."""
+    """Writes the contents in their order; the system's only where neither an option nor a tool hides it."""
 
     def names(self, role: str) -> bool:
         return role == "critic"
 
     def render(self, messages: Any, *, is_open: bool, tools: Any, options: Any) -> str:
-        return " ".join(one["content"] for one in messages if one["role"] != "system" or not options)
+        return " ".join(one["content"] for one in messages if one["role"] != "system" or not (options or tools))
+
+
+class Behind(Written):
+    """Writes the system's words behind the others, as Mistral's template does with the first ones."""
+
+    def render(self, messages: Any, **_: Any) -> str:
+        return " ".join(one["content"] for one in sorted(messages, key=lambda one: one["role"] == "system"))
 
 
 def test_turns_that_the_model_would_not_see_as_the_row_has_them_are_refused_each_time() -> None:
     check = TurnCheck(Written())  # pyright: ignore[reportArgumentType]
     check.check(Chat(CHAT), is_open=True)
     for _ in range(2):
-        with pytest.raises(DataError, match=r"^message 1 is of 'system', .* leaves it out in this place"):
-            check.check(Chat(CHAT, options={"mute": True}), is_open=True)
+        for hidden in (Chat(CHAT, options={"mute": True}), Chat(CHAT, [TOOL])):
+            with pytest.raises(DataError, match=r"^message 1 is of 'system', .* leaves it out in this place"):
+                check.check(hidden, is_open=True)
     tools = [{"role": "tool", "content": text} for text in "ab"]
     check.check(Chat([*CHAT[:3], *tools, {"role": "critic", "content": "no"}]), is_open=True)
     for turns, message in (
         ([CHAT[1], CHAT[1]], "messages 1 and 2 are both of 'user'"),
         (CHAT[:3], "message 3, the last of the prompt, is of 'assistant'"),
         ([{"role": "bot", "content": "a"}], "message 1 has the role 'bot', which the model's chat template does not"),
+        ([{"role": "developer", "content": "a"}], "message 1 has the role 'developer', which the model's"),
     ):
         with pytest.raises(DataError, match=f"^{message}"):
             check.check(Chat(turns), is_open=True)
+    behind = TurnCheck(Behind())  # pyright: ignore[reportArgumentType]
+    behind.check(Chat([CHAT[0], CHAT[0], CHAT[1]]), is_open=True)
+    moved = Chat([CHAT[1], CHAT[0], *CHAT[2:]])
+    with pytest.raises(DataError, match=r"^message 4 is of 'user', .* writes it before others that precede it"):
+        behind.check(moved, is_open=True)
+    behind.check_shown(moved)
 
 
 def test_a_role_that_the_template_does_not_name_is_refused_in_an_agents_request_too() -> None:

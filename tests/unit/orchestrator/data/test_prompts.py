@@ -2,25 +2,30 @@
 
 import gzip
 import json
-from collections import Counter
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.prompts import PromptReader, chat_of
 from slipstream.orchestrator.data.sources import read_rows, resolve_path
-from slipstream.orchestrator.data.streams import Shuffled
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.messages import Chat
 from slipstream.rollout.types import Prompt
 
 
-def read_prompts(source: str, encoder: object, **options: object) -> list[Prompt]:
-    reader = PromptReader(encoder=encoder, **options)
+def a_reader(encoder: Any, limit: int = 8, is_for_agent: bool = False, **options: Any) -> PromptReader:
+    data = DataConfig(**options)
+    return PromptReader(data=data, encoder=encoder, max_prompt_tokens=limit, is_for_agent=is_for_agent)
+
+
+def read_prompts(source: str, encoder: Any, **options: Any) -> list[Prompt]:
+    reader = a_reader(encoder, **options)
     return [reader.prompt(row, row.after.num_rows - 1) for row in read_rows(source)]
 
 
@@ -29,20 +34,16 @@ def write(path: Path, *lines: str) -> str:
     return str(path)
 
 
-def prompts_of(count: int) -> list[Prompt]:
-    return [Prompt(i, (i + 10,), str(i)) for i in range(count)]
-
-
 def test_jsonl_rows_become_prompts_with_their_other_columns(tmp_path, encoder):
     path = write(tmp_path / "a.jsonl", '{"prompt": "ab", "answer": "b", "level": 3}', "", '{"prompt": "c"}')
-    first, second = read_prompts(path, encoder, max_prompt_tokens=8)
+    first, second = read_prompts(path, encoder)
     assert first == Prompt(0, (1, ord("a"), ord("b")), "ab", {"answer": "b", "level": 3})
     assert second == Prompt(1, (1, ord("c")), "c", {})
 
 
 def test_chat_prompts_go_through_the_template_without_special_tokens(tmp_path, encoder):
     path = write(tmp_path / "a.jsonl", json.dumps({"prompt": [{"role": "user", "content": "hi"}]}))
-    (prompt,) = read_prompts(path, encoder, max_prompt_tokens=8)
+    (prompt,) = read_prompts(path, encoder)
     assert prompt.text == "user:hi|"
     assert prompt.token_ids == tuple(map(ord, "user:hi|"))
 
@@ -76,7 +77,7 @@ def chats_of(tmp_path, encoder, row, **options):
             seen.append(chat)
             return "x"
 
-    read_prompts(write(tmp_path / "a.jsonl", json.dumps(row)), Watched(), max_prompt_tokens=8, **options)
+    read_prompts(write(tmp_path / "a.jsonl", json.dumps(row)), Watched(), **options)
     return seen
 
 
@@ -87,9 +88,9 @@ def test_tools_and_options_of_a_row_reach_the_template(tmp_path, encoder, as_tex
         row |= {name: json.dumps(row[name]) for name in ("tools", "chat_template_kwargs")}
     options = {"a": 0, "c": 2}
     asked = row["prompt"]
-    assert chats_of(tmp_path, encoder, row, template_options=options) == [Chat(asked, [TOOL], {"a": 1, "c": 2})]
+    assert chats_of(tmp_path, encoder, row, chat_template_kwargs=options) == [Chat(asked, [TOOL], {"a": 1, "c": 2})]
     plain = {"prompt": asked, "tools": None, "chat_template_kwargs": None}
-    assert chats_of(tmp_path, encoder, plain, template_options=options) == [Chat(asked, [], options)]
+    assert chats_of(tmp_path, encoder, plain, chat_template_kwargs=options) == [Chat(asked, [], options)]
     (of_agent,) = chats_of(tmp_path, encoder, row, is_for_agent=True)
     assert of_agent == Chat(asked, [], {"a": 1}), "an agent offers its own tools"
 
@@ -109,23 +110,14 @@ def test_tools_and_options_of_a_row_reach_the_template(tmp_path, encoder, as_tex
 def test_tools_and_options_that_cannot_reach_it_are_refused(tmp_path, encoder, columns, message):
     row = {"prompt": [{"role": "user", "content": "hi"}], **columns}
     with pytest.raises(DataError, match=rf"a\.jsonl:1: {message}"):
-        read_prompts(write(tmp_path / "a.jsonl", json.dumps(row)), encoder, max_prompt_tokens=8)
+        read_prompts(write(tmp_path / "a.jsonl", json.dumps(row)), encoder)
 
 
 def test_the_column_is_an_option(tmp_path, encoder):
     path = write(tmp_path / "a.jsonl", '{"question": "x", "prompt": "kept as a field"}')
-    (prompt,) = read_prompts(path, encoder, prompt_key="question", max_prompt_tokens=8)
+    (prompt,) = read_prompts(path, encoder, prompt_key="question")
     assert prompt.token_ids == (1, ord("x"))
     assert prompt.fields == {"prompt": "kept as a field"}
-
-
-def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
-    rows = [{"prompt": f"p{i}", "answer": str(i)} for i in range(3)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    jsonl = write(tmp_path / "a.jsonl", *map(json.dumps, rows))
-    assert read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=8) == read_prompts(
-        jsonl, encoder, max_prompt_tokens=8
-    )
 
 
 def test_values_that_json_has_not_are_text_and_columns_without_text_are_left_out(tmp_path, encoder):
@@ -137,7 +129,7 @@ def test_values_that_json_has_not_are_text_and_columns_without_text_are_left_out
         "image": [{"bytes": b"\x89PNG", "path": None}, None],
     }
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
-    reader = PromptReader(encoder=encoder, max_prompt_tokens=8)
+    reader = a_reader(encoder)
     first, second = (reader.prompt(row, 0) for row in read_rows(str(tmp_path / "a.parquet")))
     assert first.fields == {
         "day": "2026-01-31",
@@ -152,14 +144,14 @@ def test_a_prompt_holds_what_json_holds(tmp_path, encoder):
     """Agents and checkpoints get its messages as JSON."""
     turn = {"role": "user", "content": "2+2=?", "asked": date(2026, 1, 31)}
     pq.write_table(pa.table({"prompt": [[turn]]}), tmp_path / "a.parquet")
-    (prompt,) = read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=99)
+    (prompt,) = read_prompts(str(tmp_path / "a.parquet"), encoder, limit=99)
     assert prompt.messages == [turn | {"asked": "2026-01-31"}]
     for wrong in (b"2+2=?", [turn | {"image": b"\x89PNG"}]):
         pq.write_table(pa.table({"prompt": [wrong]}), tmp_path / "b.parquet")
         with pytest.raises(
             DataError, match=r"b\.parquet: row 0: column 'prompt' holds bytes; a prompt is text, or mess"
         ):
-            read_prompts(str(tmp_path / "b.parquet"), encoder, max_prompt_tokens=99)
+            read_prompts(str(tmp_path / "b.parquet"), encoder, limit=99)
 
 
 @pytest.mark.parametrize(
@@ -187,21 +179,21 @@ def test_a_prompt_holds_what_json_holds(tmp_path, encoder):
         ('{"prompt": " \\n"}', r"a\.jsonl:2: the prompt is empty"),
         ('{"prompt": [{"role": "u", "content": ""}]}', r"a\.jsonl:2: the prompt is empty"),
         (r'{"prompt": "a\u0000"}', r"a\.jsonl:2: character 2 of the text is NUL; remove it"),
-        ('{"prompt": "a", "answer": 1, "prompt": "b"}', r"a\.jsonl:2: the key 'prompt' is there twice"),
+        ('{"answer": 1, "prompt": "a", "prompt": "b"}', r"a\.jsonl:2: the key 'prompt' is there twice"),
         ('{"prompt": "a", "more": {"x": 1, "x": 2}}', r"a\.jsonl:2: the key 'x' is there twice"),
-        ('{"prompt": "123456789"}', r"a\.jsonl:2: the prompt has 10 tokens, data\.max_prompt_tokens allows 8"),
+        ('{"prompt": "12345678"}', r"a\.jsonl:2: the prompt has 9 tokens, data\.max_prompt_tokens allows 8"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(tmp_path, encoder, line, message):
     path = write(tmp_path / "a.jsonl", '{"prompt": "ok"}', line)
     with pytest.raises(DataError, match=message):
-        read_prompts(path, encoder, max_prompt_tokens=8)
+        read_prompts(path, encoder)
 
 
 def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
     with pytest.raises(DataError, match=r"^data\.path=.*no\.jsonl does not exist; give a \.jsonl"):
-        read_prompts(str(tmp_path / "no.jsonl"), encoder, max_prompt_tokens=8)
-    assert read_prompts(write(tmp_path / "empty.jsonl", ""), encoder, max_prompt_tokens=8) == []
+        read_prompts(str(tmp_path / "no.jsonl"), encoder)
+    assert read_prompts(write(tmp_path / "empty.jsonl", ""), encoder) == []
     for name, cure in (
         ("a.csv", r"write it anew: .*read_csv\('.*/a\.csv', dtype=str\)\.to_parquet\('.*/a\.parquet'\)"),
         ("a.json", r"jq -c '\.\[\]' .*/a\.json > .*/a\.jsonl"),
@@ -210,65 +202,20 @@ def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
         ("a.txt", r"\.txt'$"),
     ):
         with pytest.raises(DataError, match=rf"must end in \.jsonl or \.parquet, got .*{cure}"):
-            read_prompts(write(tmp_path / name, "prompt"), encoder, max_prompt_tokens=8)
+            read_prompts(write(tmp_path / name, "prompt"), encoder)
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=8)
+        read_prompts(str(tmp_path / "a.parquet"), encoder)
     (tmp_path / "named.jsonl").write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
     with pytest.raises(DataError, match=r"named\.jsonl is compressed; unpack it"):
-        read_prompts(str(tmp_path / "named.jsonl"), encoder, max_prompt_tokens=8)
+        read_prompts(str(tmp_path / "named.jsonl"), encoder)
     with pytest.raises(DataError, match=r"data\.path=https://a/b\.jsonl is an address; download it first"):
-        read_prompts("https://a/b.jsonl", encoder, max_prompt_tokens=8)
+        read_prompts("https://a/b.jsonl", encoder)
 
 
 def test_packaged_files_are_found_in_conf_data():
     assert resolve_path("pkg://x.jsonl").parts[-3:] == ("conf", "data", "x.jsonl")
     assert resolve_path("dir/x.jsonl") == Path("dir/x.jsonl")
-
-
-def test_every_epoch_holds_every_prompt_once_in_another_order():
-    stream = Shuffled(prompts_of(20), seed=3)
-    epochs = [[next(stream).prompt_id for _ in range(20)] for _ in range(3)]
-    assert all(Counter(epoch) == Counter(range(20)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_the_order_depends_on_the_seed_alone():
-    def ids(seed: int) -> list[int]:
-        stream = Shuffled(prompts_of(20), seed=seed)
-        return [next(stream).prompt_id for _ in range(45)]
-
-    assert ids(3) == ids(3)
-    assert ids(3) != ids(4)
-
-
-def test_without_shuffling_the_order_is_the_files():
-    stream = Shuffled(prompts_of(3), seed=3, shuffle=False)
-    assert [next(stream).prompt_id for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize("taken", [0, 1, 7, 8, 19])
-def test_a_cursor_continues_the_sequence(taken):
-    stream = Shuffled(prompts_of(8), seed=3)
-    for _ in range(taken):
-        next(stream)
-    state = json.loads(json.dumps(stream.state_dict()))
-    resumed = Shuffled(prompts_of(8), seed=3)
-    resumed.load_state_dict(state)
-    assert [next(resumed).prompt_id for _ in range(20)] == [next(stream).prompt_id for _ in range(20)]
-
-
-@pytest.mark.parametrize(
-    ("other", "option"),
-    [
-        (Shuffled(prompts_of(9), seed=3), r"data\.path"),
-        (Shuffled(prompts_of(8), seed=4), r"run\.seed"),
-        (Shuffled(prompts_of(8), seed=3, shuffle=False), r"data\.order"),
-    ],
-)
-def test_a_cursor_of_another_order_is_refused(other, option):
-    with pytest.raises(DataError, match=option):
-        other.load_state_dict(Shuffled(prompts_of(8), seed=3).state_dict())
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
@@ -277,15 +224,15 @@ def test_a_file_of_another_encoding_is_told_in_plain_words(tmp_path, encoder, en
     with pytest.raises(
         DataError, match=r"a\.jsonl is not UTF-8 text: line 1 looks like UTF-16; save the file as UTF-8"
     ):
-        read_prompts(str(tmp_path / "a.jsonl"), encoder, max_prompt_tokens=8)
+        read_prompts(str(tmp_path / "a.jsonl"), encoder)
     (tmp_path / "a.jsonl").write_bytes('{"prompt": "a"}\n{"prompt": "\u00e9"}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"a\.jsonl:2: byte 13 of the line is not UTF-8; save the file as UTF-8"):
-        read_prompts(str(tmp_path / "a.jsonl"), encoder, max_prompt_tokens=8)
+        read_prompts(str(tmp_path / "a.jsonl"), encoder)
 
 
 def test_a_byte_order_mark_of_utf_8_is_no_mistake(tmp_path, encoder):
     (tmp_path / "a.jsonl").write_bytes('{"prompt": "a"}\n'.encode("utf-8-sig"))
-    (prompt,) = read_prompts(str(tmp_path / "a.jsonl"), encoder, max_prompt_tokens=8)
+    (prompt,) = read_prompts(str(tmp_path / "a.jsonl"), encoder)
     assert prompt.text == "a"
 
 
@@ -299,7 +246,7 @@ def test_of_a_prompt_of_megabytes_only_the_beginning_is_tokenized(tmp_path, enco
 
     path = write(tmp_path / "a.jsonl", '{"prompt": "%s"}' % ("x" * 1_000_000))
     with pytest.raises(DataError, match="the prompt has 1000000 characters, more than 8 tokens"):
-        read_prompts(path, Watched(), max_prompt_tokens=8)
+        read_prompts(path, Watched())
     assert max(seen) < 1000
 
 

@@ -12,18 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.orchestrator.data.prompts import PromptReader
 from slipstream.orchestrator.data.sources import START, Position, Row, parse_hub_source, read_rows, renamed
 from slipstream.rollout.errors import DataError
 
 ROWS = [{"prompt": f"p{i}", "answer": {"value": i}} for i in range(11)]
-VERL = {
-    "data_source": "openai/gsm8k",
-    "prompt": [{"role": "user", "content": "2 + 2?"}],
-    "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "4"},
-    "extra_info": {"split": "train", "index": 0},
-}
 
 
 @pytest.fixture(params=["jsonl", "parquet", "files", "saved"])
@@ -87,17 +79,6 @@ def test_only_what_a_prompt_needs_is_read_of_a_parquet_file(tmp_path: Path) -> N
     assert list(read_rows(str(path), Position(4))) == whole[4:]
 
 
-def test_verls_parquet_is_read_with_one_column_renamed(tmp_path: Path, encoder: Any) -> None:
-    path = tmp_path / "train.parquet"
-    pq.write_table(pa.Table.from_pylist([VERL]), path)
-    reader = PromptReader(encoder=encoder, max_prompt_tokens=20, columns={"answer": "reward_model.ground_truth"})
-    (prompt,) = [reader.prompt(row, 0) for row in read_rows(str(path))]
-    assert prompt.text == "user:2 + 2?|"
-    assert prompt.fields["answer"] == "4"
-    assert prompt.fields["data_source"] == "openai/gsm8k"
-    assert prompt.fields["extra_info"] == {"split": "train", "index": 0}
-
-
 @pytest.mark.parametrize(
     ("columns", "path", "value"),
     [
@@ -115,8 +96,9 @@ def test_a_column_is_found_by_its_path(columns: dict[str, Any], path: str, value
 
 @pytest.mark.parametrize("path", ["answer", "reward_model.truth", "prompt.role", "a|b"])
 def test_a_column_that_is_missing_is_named_with_those_that_are_there(path: str) -> None:
+    row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": {"style": "rule", "ground_truth": "4"}}
     with pytest.raises(DataError) as caught:
-        renamed(Row("a.jsonl:7", VERL, START), {"answer": path})
+        renamed(Row("a.jsonl:7", row, START), {"answer": path})
     assert f"a.jsonl:7: no column {path!r} (data.columns.answer)" in str(caught.value)
     assert "prompt, reward_model.ground_truth, reward_model.style" in str(caught.value)
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -155,8 +154,8 @@ def test_a_source_without_a_row_that_is_short_enough_is_refused() -> None:
 Make = Callable[[], Stream[Prompt]]
 
 
-def shuffled(count: int, first: int = 0) -> Shuffled[Prompt]:
-    return Shuffled([prompt(first + number) for number in range(count)], seed=2)
+def shuffled(count: int, first: int = 0, seed: int = 2, shuffle: bool = True) -> Shuffled[Prompt]:
+    return Shuffled([prompt(first + number) for number in range(count)], seed=seed, shuffle=shuffle)
 
 
 def mixed() -> Mixed[Prompt]:
@@ -175,25 +174,19 @@ def test_a_cursor_continues_every_order_exactly(make: Make, taken: int) -> None:
     assert ids(resumed, 50) == ids(stream, 50)
 
 
-def test_shares_approach_the_weights() -> None:
+def test_shares_approach_the_weights_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """4000 draws: the standard deviation of a share of 0.75 is 0.007, so 0.03 is more than four of them."""
-    stream = Mixed({"a": shuffled(7), "b": shuffled(7, first=100)}, [3, 1], seed=1)
-    drawn = Counter(item.prompt_id >= 100 for item in islice(stream, 4000))
-    assert abs(drawn[False] / 4000 - 0.75) < 0.03
-    assert stream.epoch == min(drawn.values()) // 7, "the passes over the source that has had the fewest"
-    error = stream.metrics()["data/share_error"]
-    assert error == pytest.approx(abs(drawn[False] / 4000 - 0.75))
-
-
-def test_shares_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     stream = Mixed({"a.jsonl": shuffled(7), "b.jsonl": shuffled(7, first=100)}, [3, 1], seed=1)
     with caplog.at_level(logging.INFO):
-        ids(stream, 999)
+        drawn = ids(stream, 999)
         assert len(caplog.messages) == 1 and caplog.messages[0].startswith("100 items were drawn: a.jsonl ")
-        next(stream)
-    line = caplog.messages[1]
-    assert line.startswith("1000 items were drawn: a.jsonl 7")
-    assert "asked for 75.0%" in line and "asked for 25.0%" in line
+        drawn += ids(stream, 3001)
+    assert caplog.messages[1].startswith("1000 items were drawn: a.jsonl 7")
+    assert "asked for 75.0%" in caplog.messages[1] and "asked for 25.0%" in caplog.messages[1]
+    num_others = sum(number >= 100 for number in drawn)
+    assert abs(num_others / 4000 - 0.25) < 0.03
+    assert stream.epoch == num_others // 7, "the passes over the source that has had the fewest"
+    assert stream.metrics()["data/share_error"] == pytest.approx(abs(num_others / 4000 - 0.25))
 
 
 def test_a_cursor_of_an_earlier_release_points_at_the_same_items() -> None:
@@ -211,16 +204,19 @@ def test_the_order_within_a_source_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "option"),
+    ("mine", "other", "option"),
     [
-        (lambda: streamed(13, 5, seed=4), r"run\.seed"),
-        (lambda: streamed(13, 6), r"data\.stream_buffer_rows"),
-        (lambda: streamed(13, 5, shuffle=False), r"data\.order"),
-        (lambda: streamed(13, 5, first=1), r"data\.path"),
+        (lambda: streamed(13, 5), lambda: streamed(13, 5, seed=4), r"run\.seed"),
+        (lambda: streamed(13, 5), lambda: streamed(13, 6), r"data\.stream_buffer_rows"),
+        (lambda: streamed(13, 5), lambda: streamed(13, 5, shuffle=False), r"data\.order"),
+        (lambda: streamed(13, 5), lambda: streamed(13, 5, first=1), r"data\.path"),
+        (lambda: shuffled(8), lambda: shuffled(9), r"data\.path"),
+        (lambda: shuffled(8), lambda: shuffled(8, seed=4), r"run\.seed"),
+        (lambda: shuffled(8), lambda: shuffled(8, shuffle=False), r"data\.order"),
     ],
 )
-def test_a_cursor_of_other_rows_or_options_is_refused(other: Make, option: str) -> None:
-    stream = streamed(13, 5)
+def test_a_cursor_of_other_rows_or_options_is_refused(mine: Make, other: Make, option: str) -> None:
+    stream = mine()
     ids(stream, 7)
     with pytest.raises(DataError, match=option):
         other().load_state_dict(stream.state_dict())

@@ -23,7 +23,7 @@ from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.telemetry import Telemetry
-from slipstream.orchestrator.inputs.logger_checks import check_loggers
+from slipstream.orchestrator.inputs.environment_checks import check_loggers
 from slipstream.trainer.types import OptimStats
 
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 7, "MLFLOW_TRACKING_PASSWORD": "pa55w0rd-of-a-user"}

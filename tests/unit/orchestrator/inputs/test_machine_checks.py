@@ -36,20 +36,110 @@ from slipstream.weight_sync.layout import DTYPE_BYTES
 Check = Callable[[RunConfig, Machine], Fact | None]
 
 
+def config_of(*words: str) -> RunConfig:
+    """A quick start."""
+    return load_run_config(["experiment=quickstart", "cluster.device=cpu", *words])
+
+
+def found(check: Check, machine: Machine, *words: str) -> Fact:
+    fact = check(config_of(*words), machine)
+    assert fact is not None
+    return fact
+
+
 def refused(check: Check, machine: Machine, *words: str) -> str:
     """What a check says about a quick start on a machine."""
     with pytest.raises(ConfigError) as caught:
-        check(load_run_config(["experiment=quickstart", "cluster.device=cpu", *words]), machine)
+        check(config_of(*words), machine)
     return str(caught.value)
 
 
-def test_more_gpus_than_exist() -> None:
-    two = Machine(count_gpus=lambda: 2)
-    message = refused(check_devices, two, "cluster.device=cuda", "rollout.num_workers=3")
-    assert "more GPUs than exist" in message
-    assert "need 5, and this machine has 2" in message
-    for option in ("trainer.num_ranks=2", "rollout.num_workers=3", "rollout.tp_size=1"):
-        assert option in message
+MIB = 1 << 20
+RAY = "cluster.ray_address=10.0.0.1:6379"
+CUDA, SFT, GPUS = "cluster.device=cuda", "experiment=sft_quickstart", "experiment=quickstart_gpu"
+
+
+def gpus(count: int, *, is_set_up: bool = False) -> Machine:
+    return Machine(count_gpus=lambda: count, count_cpus=lambda: 1, is_set_up_for_gpus=lambda: is_set_up)
+
+
+SIX = ["rollout.num_workers=6", "rollout.workers_per_gpu=3"]
+
+
+@pytest.mark.parametrize(
+    ("check", "machine", "words", "said"),
+    [
+        (
+            check_devices, gpus(2), [CUDA, "rollout.num_workers=3"],
+            [
+                "more GPUs than exist", "trainer.num_ranks=2", "rollout.num_workers=3", "rollout.tp_size=1",
+                "need 5, and this machine has 2",
+            ],
+        ),
+        (check_devices, gpus(3), [CUDA, *SIX], ["* rollout.tp_size=1 / rollout.workers_per_gpu=3 need 4"]),
+        (check_devices, gpus(0), [CUDA], ["no usable CUDA GPU; set cluster.device=cpu"]),
+        (
+            check_devices, gpus(0), [CUDA, "weight_sync.transport=nvlink"],
+            ["set cluster.device=cpu weight_sync.transport=auto"],
+        ),
+        *(
+            (
+                check_devices, gpus(0, is_set_up=True), [f"cluster.device={device}"],
+                ["this machine has no usable CUDA GPU", "start the run where GPUs are", "SLIPSTREAM_TARGET=cpu make"],
+            )
+            for device in ("cuda", "cpu")
+        ),
+        (check_devices, gpus(2, is_set_up=True), [], ["cluster.device=cpu, but the installed vLLM"]),
+        (
+            check_memory, Machine(memory_bytes=lambda: (1 << 34, 1 << 20)), ["rollout.num_workers=1..3"],
+            ["rollout.num_workers=1..3 * rollout.tp_size=1 need at least"],
+        ),
+        (
+            check_memory, Machine(), ["model.dtype=bfloat16", "weight_sync.delta_bytes=1000000000000"],
+            ["or rollout.kv_cache_bytes, or lower weight_sync.delta_bytes"],
+        ),
+        (check_link, Machine(list_rdma_nics=list), ["weight_sync.transport=rdma"], ["no RDMA device"]),
+        (
+            check_ray_cluster, Machine(running_ray_cluster=lambda: None), ["cluster.ray_address=auto"],
+            ["cluster.ray_address=auto", "cluster=local"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_machine_lacks_is_refused_with_the_options_that_would_fit(
+    check: Check, machine: Machine, words: list[str], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    message = refused(check, machine, *words)
+    assert all(one in message for one in said), message
+
+
+@pytest.mark.parametrize(
+    ("check", "machine", "words", "finding"),
+    [
+        (check_devices, gpus(8), [], "CPU, 1 core: 2 trainer ranks, 2 engines"),
+        (check_devices, gpus(2), [GPUS, CUDA, "rollout.num_workers=1..3"],
+         "2 of 2 GPUs: 1 trainer rank, 1 to 3 engines"),
+        (check_devices, gpus(1), ["experiment=quickstart_one_gpu", CUDA], "1 of 1 GPUs: 1 trainer rank, 1 engine"),
+        (check_devices, gpus(3), [GPUS, CUDA, *SIX], "3 of 3 GPUs: 1 trainer rank, 6 engines, 3 on a GPU"),
+        (check_devices, gpus(8), [CUDA, "rollout.tp_size=2"],
+         "6 of 8 GPUs: 2 trainer ranks, 2 engines of 2 processes each"),
+        (check_devices, gpus(8), [SFT, CUDA], "2 of 8 GPUs: 2 trainer ranks"),
+        (check_devices, gpus(0, is_set_up=True), [SFT], "CPU, 1 core: 2 trainer ranks"),
+        (check_link, Machine(), [], "travel over the fastest link that both ends have"),
+        (check_link, Machine(), ["weight_sync.transport=tcp"], "travel over tcp"),
+    ],
+)  # fmt: skip
+def test_what_fits_is_told(check: Check, machine: Machine, words: list[str], finding: str) -> None:
+    assert found(check, machine, *words).finding == finding
+
+
+def test_what_is_hidden_is_told_and_a_login_node_is_none_to_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    message = refused(check_devices, gpus(1), SFT, CUDA)
+    assert "trainer.num_ranks=2 need 2, and this machine has 1 with CUDA_VISIBLE_DEVICES='0'; lower them" in message
+    assert resolve_device(Device.auto, gpus(0, is_set_up=True)) == "cuda"
+    assert check_link(load_run_config([SFT]), Machine()) is None
 
 
 def test_a_cpu_without_avx512_is_told_from_one_that_has_it(tmp_path: Path) -> None:
@@ -73,68 +163,6 @@ def test_bfloat16_on_a_cpu_that_is_slow_in_it_is_a_warning_with_its_cure() -> No
     for same in (check_devices(load_run_config(words), quick), check_devices(load_run_config(words[:2]), slow)):
         assert not same.is_warning
         assert same.finding.endswith("2 engines")
-
-
-def test_of_a_range_gpus_are_needed_for_the_fewest_and_memory_for_the_most() -> None:
-    words = ["experiment=quickstart_gpu", "rollout.num_workers=1..3"]
-    fact = check_devices(load_run_config(words), Machine(count_gpus=lambda: 2))
-    assert fact.finding == "2 of 2 GPUs: 1 trainer rank, 1 to 3 engines"
-    small = Machine(memory_bytes=lambda: (1 << 34, 1 << 20))
-    assert "rollout.num_workers=1..3 * rollout.tp_size=1 need at least" in refused(
-        check_memory, small, "rollout.num_workers=1..3"
-    )
-
-
-def test_trainer_and_engine_may_share_the_one_gpu() -> None:
-    config = load_run_config(["experiment=quickstart_one_gpu"])
-    assert check_devices(config, Machine(count_gpus=lambda: 1)).finding.startswith("1 of 1 GPUs")
-
-
-def test_engines_of_a_gpu_are_counted_together() -> None:
-    words = ["experiment=quickstart_gpu", "rollout.num_workers=6", "rollout.workers_per_gpu=3"]
-    three = Machine(count_gpus=lambda: 3)
-    finding = check_devices(load_run_config(words), three).finding
-    assert finding == "3 of 3 GPUs: 1 trainer rank, 6 engines, 3 on a GPU"
-    message = refused(check_devices, three, "cluster.device=cuda", *words[1:])
-    assert (
-        "trainer.num_ranks=2 + rollout.num_workers=6 * rollout.tp_size=1 / rollout.workers_per_gpu=3 need 4" in message
-    )
-
-
-def test_no_gpu_at_all() -> None:
-    none = Machine(count_gpus=lambda: 0)
-    message = refused(check_devices, none, "cluster.device=cuda")
-    assert "no usable CUDA GPU" in message
-    assert "cluster.device=cpu" in message
-    message = refused(check_devices, none, "cluster.device=cuda", "weight_sync.transport=nvlink")
-    assert "set cluster.device=cpu weight_sync.transport=auto" in message, "all that the next try needs"
-
-
-def test_packages_for_gpus_on_a_host_without_one() -> None:
-    login = Machine(count_gpus=lambda: 0, is_set_up_for_gpus=lambda: True)
-    assert resolve_device(Device.auto, login) == "cuda", "auto trains nothing on a login node's CPU"
-    for device in ("cuda", "cpu"):
-        message = refused(check_devices, login, f"cluster.device={device}")
-        assert "this machine has no usable CUDA GPU" in message
-        assert "start the run where GPUs are" in message
-        assert "SLIPSTREAM_TARGET=cpu make setup" in message
-    two = Machine(count_gpus=lambda: 2, is_set_up_for_gpus=lambda: True)
-    assert refused(check_devices, two, "cluster.device=cpu").startswith("cluster.device=cpu, but the installed vLLM")
-
-
-def test_rdma_without_a_device() -> None:
-    message = refused(check_link, Machine(list_rdma_nics=list), "weight_sync.transport=rdma")
-    assert "no RDMA device" in message
-
-
-RAY = ["cluster.ray_address=10.0.0.1:6379"]
-MIB = 1 << 20
-
-
-def found(check: Check, machine: Machine, *words: str) -> Fact:
-    fact = check(load_run_config(["experiment=quickstart", "cluster.device=cpu", *words]), machine)
-    assert fact is not None
-    return fact
 
 
 @pytest.mark.parametrize(
@@ -232,13 +260,6 @@ def test_a_zone_for_changes_that_finds_no_room_is_refused_before_a_start(words: 
     assert check_zone_has_room(load_run_config(["experiment=quickstart"]), with_gpu(0)) is None
 
 
-def test_memory_on_cpus_counts_a_zone_of_each_engine_rank() -> None:
-    words = ["model.dtype=bfloat16", "weight_sync.delta_bytes=1000000000000"]
-    assert refused(check_memory, Machine(), *words).endswith(
-        "or rollout.kv_cache_bytes, or lower weight_sync.delta_bytes"
-    )
-
-
 def test_memory_on_cpus_counts_what_engines_merge_into() -> None:
     words = ["weight_sync.remote_merge=host"]
     free = int(float(found(check_memory, Machine(), *words).finding.split()[3]) * 1e9)
@@ -256,23 +277,6 @@ def test_many_processes_for_the_cores_are_a_warning() -> None:
         assert ("are many processes for 2 cores; lower them" in fact.finding) == is_warning
 
 
-def test_devices_of_the_cpu_and_of_more_gpus_than_needed_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(count_gpus=lambda: 8, count_cpus=lambda: 1, is_set_up_for_gpus=lambda: False)
-    assert found(check_devices, machine).finding == "CPU, 1 core: 2 trainer ranks, 2 engines"
-    words = ["cluster.device=cuda", "rollout.tp_size=2"]
-    assert (
-        found(check_devices, machine, *words).finding == "6 of 8 GPUs: 2 trainer ranks, 2 engines of 2 processes each"
-    )
-    sft = ["experiment=sft_quickstart", "cluster.device=cuda"]
-    assert found(check_devices, machine, *sft).finding == "2 of 8 GPUs: 2 trainer ranks"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    one = Machine(count_gpus=lambda: 1, is_set_up_for_gpus=lambda: False)
-    message = refused(check_devices, one, *sft)
-    assert "trainer.num_ranks=2 need 2, and this machine has 1 with CUDA_VISIBLE_DEVICES='0'; lower them" in message
-    for_gpus = Machine(count_gpus=lambda: 0, is_set_up_for_gpus=lambda: True)
-    assert found(check_devices, for_gpus, "experiment=sft_quickstart").finding.startswith("CPU"), "it has no engines"
-
-
 def test_machines_of_a_ray_cluster_are_not_looked_at() -> None:
     def looks(*_: object) -> int:
         raise AssertionError("this machine is looked at")
@@ -282,20 +286,14 @@ def test_machines_of_a_ray_cluster_are_not_looked_at() -> None:
         is_set_up_for_gpus=lambda: False,
     )  # fmt: skip
     for check in (check_memory, check_shared_memory, check_sockets):
-        assert found(check, nobody, *RAY).finding.startswith("not looked at")
-    gpus = found(check_devices, nobody, *RAY, "cluster.device=cuda").finding
+        assert found(check, nobody, RAY).finding.startswith("not looked at")
+    gpus = found(check_devices, nobody, RAY, "cluster.device=cuda").finding
     assert gpus == "GPUs of the Ray cluster at 10.0.0.1:6379: 2 trainer ranks, 2 engines"
-    assert found(check_dashboard_port, nobody, *RAY).finding == "the Ray cluster's own"
+    assert found(check_dashboard_port, nobody, RAY).finding == "the Ray cluster's own"
     assert (
-        found(check_link, nobody, *RAY, "cluster.device=cuda", "weight_sync.transport=rdma").finding
+        found(check_link, nobody, RAY, "cluster.device=cuda", "weight_sync.transport=rdma").finding
         == "travel over rdma"
     )
-
-
-def test_links_that_are_there_are_told() -> None:
-    assert found(check_link, Machine()).finding == "travel over the fastest link that both ends have"
-    assert found(check_link, Machine(), "weight_sync.transport=tcp").finding == "travel over tcp"
-    assert check_link(load_run_config(["experiment=sft_quickstart"]), Machine()) is None
 
 
 def test_a_ray_cluster_is_one_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,10 +305,10 @@ def test_a_ray_cluster_is_one_that_answers(monkeypatch: pytest.MonkeyPatch) -> N
     assert found(check_ray_cluster, here).finding == "a cluster of its own" and not asked
     auto = ["cluster.ray_address=auto"]
     assert found(check_ray_cluster, here, *auto).finding == "the cluster at 10.0.0.2:6380"
-    assert found(check_ray_cluster, here, *RAY).finding == "the cluster at 10.0.0.1:6379"
+    assert found(check_ray_cluster, here, RAY).finding == "the cluster at 10.0.0.1:6379"
     assert asked == [("10.0.0.2", 6380), ("10.0.0.1", 6379)]
     is_up = False
-    assert "nothing answers at 10.0.0.1:6379" in refused(check_ray_cluster, here, *RAY)
+    assert "nothing answers at 10.0.0.1:6379" in refused(check_ray_cluster, here, RAY)
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     assert found(check_ray_cluster, Machine(running_ray_cluster=lambda: None), *auto).finding.endswith(
         "ray://head:10001"
@@ -374,10 +372,3 @@ def test_few_open_files_are_a_warning_with_the_command() -> None:
     fact = found(check_open_files, Machine(most_open_files=lambda: 1024))
     assert fact.is_warning and fact.finding.startswith("at most 1024 a process") and "ulimit -n 65536" in fact.finding
     assert check_open_files(load_run_config(["experiment=quickstart"]), Machine(most_open_files=lambda: 8192)) is None
-
-
-def test_no_ray_cluster_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    message = refused(check_ray_cluster, Machine(running_ray_cluster=lambda: None), "cluster.ray_address=auto")
-    assert "cluster.ray_address=auto" in message
-    assert "cluster=local" in message

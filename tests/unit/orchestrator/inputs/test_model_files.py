@@ -141,18 +141,10 @@ def test_folder_without_weights_and_incomplete_ones(tmp_path: Path) -> None:
         check_checkpoint_files(tmp_path, [A, B])
     with pytest.raises(ConfigError, match=r"a\.weight has shape \(2, 3\), and config\.json makes it \(3, 2\)"):
         check_checkpoint_files(tmp_path, [TensorMeta("a.weight", (3, 2), "float32")])
-    (tmp_path / INDEX_NAME).write_text(
-        json.dumps({"weight_map": {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}})
-    )
-    with pytest.raises(ConfigError, match=r"lacks 1 of 2 shards \(model-2\.safetensors\)"):
-        check_checkpoint_files(tmp_path, [A, B])
     write_safetensors(tmp_path / "model-2.safetensors", [B])
     check_checkpoint_files(tmp_path, [A, B])
     (tmp_path / INDEX_NAME).write_text(
         json.dumps({"weight_map": {"a.weight": "model-2.safetensors", "b.weight": "model-2.safetensors"}})
     )
     with pytest.raises(ConfigError, match=r"says that a\.weight is in model-2\.safetensors, which does not hold it"):
-        check_checkpoint_files(tmp_path, [A, B])
-    (tmp_path / INDEX_NAME).write_text("{}")
-    with pytest.raises(ConfigError, match="is not a safetensors index"):
         check_checkpoint_files(tmp_path, [A, B])

@@ -164,17 +164,25 @@ def test_bad_rows_are_refused_with_their_place(folder, row, complaint):
         _read(folder, row, max_sequence_tokens=11)
 
 
-def test_every_pair_is_checked_before_a_run(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    rows = [{"prompt": "1a=", "chosen": "a", "rejected": "b" * length} for length in (1, 30)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["experiment=sft_quickstart", "algorithm=dpo", "data=files", f"data.path={path}"]
+@pytest.mark.parametrize(
+    ("words", "row", "what"),
+    [
+        (["algorithm=dpo"], {"prompt": "1a=", "chosen": "a", "rejected": "b"}, "column 'rejected', with its prompt,"),
+        ([], {"prompt": "1a=", "response": "b"}, "the conversation"),
+    ],
+)
+def test_every_row_that_teaches_is_checked_before_a_run(tmp_path, words, row, what):
+    path = tmp_path / "rows.jsonl"
+    rows = [row, {name: "b" * 30 if text == "b" else text for name, text in row.items()}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    words = ["experiment=sft_quickstart", *words, "data=files", f"data.path={path}"]
     assert check_data(load_run_config(words)).finding.startswith(f"2 in {path}")
     words += ["data.max_sequence_tokens=10"]
-    with pytest.raises(DataError, match=r"pairs\.jsonl:2: column 'rejected', with its prompt, has 35 tokens"):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: {what} has 35 tokens.*data\.drop_too_long=true"):
         check_data(load_run_config(words))
-    assert check_data(load_run_config([*words, "data.drop_too_long=true"])).finding.startswith("1 (1 too long")
-    rows[0]["chosen"] = "\u00e9"
+    finding = check_data(load_run_config([*words, "data.drop_too_long=true"])).finding
+    assert finding.startswith(f"1 (1 too long and left out) in {path}; fewer than a step takes")
+    rows[0]["prompt"] = "\u00e9"
     path.write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(DataError, match=r"pairs\.jsonl:1: characters without a token"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: characters without a token"):
         check_data(load_run_config(words))

@@ -16,31 +16,27 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.checks.model import check_architecture, of_base
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
-from slipstream.conf.schema import Device, Init
+from slipstream.conf.schema import Device, Init, RunConfig
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.orchestrator.inputs.engine_needs import check_engine_needs
+from slipstream.orchestrator.inputs.environment_checks import check_engine_needs, check_packages
+from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.machine_checks import check_routes
 from slipstream.orchestrator.inputs.object_store import LEAST_BYTES, object_store_bytes
 from slipstream.orchestrator.inputs.preflight import (
+    PreflightReport,
     _count,
     _join,
     check_evaluation,
     check_initial_adapter,
     check_model,
-    check_packages,
     check_run_folder,
     check_training,
     run_preflight,
 )
+from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.machine import Machine
-
-
-def test_engines_that_merge_for_themselves_need_weights_on_disk() -> None:
-    config = load_run_config(["experiment=quickstart", "weight_sync.remote_merge=host"])
-    with pytest.raises(ConfigError, match=r"remote_merge=host needs model\.path.*got model\.init=random"):
-        check_model(config)
 
 
 def test_experts_in_turns_are_refused_before_ranks_load_where_engines_merge_for_themselves(tmp_path: Path) -> None:
@@ -74,28 +70,80 @@ def words_for(checkpoint: Path, *more: str) -> list[str]:
     return [*words, f"run.dir={checkpoint.parent}/runs", *more]
 
 
-def test_whole_checkpoint_passes_and_is_described(checkpoint: Path) -> None:
-    report = run_preflight(load_run_config(words_for(checkpoint)))
-    facts = {fact.subject: fact.finding for fact in report.facts}
+def facts_of(report: PreflightReport) -> dict[str, str]:
+    return {fact.subject: fact.finding for fact in report.facts}
+
+
+def test_a_whole_checkpoint_passes_and_what_is_done_with_it_is_told(checkpoint: Path) -> None:
+    words = ["trainer.lora.rank=4", "trainer.lora.alpha=8", "trainer.optim.lr=1e-4", "algorithm.groups_per_step=3"]
+    words += ["rollout.sampling.stop_token_ids=[7]", 'rollout.sampling.stop=["</a>",b]', "algorithm.group_size=5"]
+    facts = facts_of(run_preflight(load_run_config(words_for(checkpoint, *words))))
     assert "8 experts (top-2)" in facts["model"]
     assert facts["prompts"].startswith("704 in pkg://letters_train.jsonl")
-    assert facts["epochs"] == "2.5, of 44.0 steps"
-    assert not (checkpoint.parent / "runs").exists()
-
-
-def test_a_report_says_what_a_step_trains_and_shows_the_first_prompt(checkpoint: Path) -> None:
-    words = ["trainer.lora.rank=4", "trainer.lora.alpha=8", "trainer.optim.lr=1e-4", "algorithm.groups_per_step=3"]
-    report = run_preflight(load_run_config(words_for(checkpoint, *words, "algorithm.group_size=5")))
-    facts = {fact.subject: fact.finding for fact in report.facts}
+    assert facts["epochs"] == "0.5, of 234.7 steps"
     step = "3 prompts x 5 responses = 15 responses a step, 110 steps"
     assert facts["training"] == f"LoRA rank 4, alpha 8, lr 0.0001, {step}"
     assert facts["first prompt"].endswith("letters_train.jsonl:1, 5 tokens: '<bos>6d8='")
+    assert facts["responses"] == "temperature 1, at most 4 tokens, ended by '</a>', 'b'"
+    assert not (checkpoint.parent / "runs").exists()
 
 
-def test_rules_about_the_architecture_hold_for_a_checkpoint_too(checkpoint: Path) -> None:
-    words = words_for(checkpoint, "trainer.num_ranks=16", "trainer.ep_size=16")
-    with pytest.raises(PreflightError, match=r"trainer\.ep_size=16 is more than the model's 8 experts.*1, 2, 4, 8"):
-        run_preflight(load_run_config(words))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.num_ranks=16", "trainer.ep_size=16"], r"ep_size=16 is more than the model's 8 experts.*1, 2, 4, 8"),
+        (["rollout.sampling.stop_token_ids=[3,64]"], "stop_token_ids names token 64, and the model has vocab_size=64"),
+        (["rollout.engine_options.block_sise=32"], "block_sise: this vLLM's engine has.*mean block_size"),
+        (["cluster.device=auto", "weight_sync.transport=nvlink"], r"transport=nvlink contradicts cluster\.device=cpu"),
+        (["model.init=random", "weight_sync.remote_merge=host"], r"host needs model\.path.*got model\.init=random"),
+        (["run.keep_best=eval/pass_at_2"], "pass_at_2 is no figure of this run's evaluations. Did you mean eval/"),
+    ],
+)
+def test_what_could_not_run_is_refused(checkpoint: Path, words: list[str], message: str) -> None:
+    with pytest.raises(PreflightError, match=message):
+        run_preflight(load_run_config(words_for(checkpoint, *words)), Machine(count_gpus=lambda: 0))
+
+
+NUM_BESIDE = load_run_config(["experiment=quickstart", "run.eval_beside=true"]).num_evaluated_groups
+QUICK, SFT = ["experiment=quickstart"], ["experiment=sft_quickstart", "trainer.optim.lr=0.01"]
+HARD = [*QUICK, "data.eval_path=null", "data.eval_sets.hard=pkg://letters_heldout.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("check", "words", "finding"),
+    [
+        (check_training, [*QUICK, "run.num_steps=0"], "none: run.num_steps=0"),
+        (
+            check_training, [*QUICK, "trainer.mode=full", "trainer.optim.lr=1e-5", "run.num_steps=1"],
+            "all weights, lr 1e-05, 16 prompts x 24 responses = 384 responses a step, 1 step",
+        ),
+        (
+            check_training, [*SFT, "algorithm.sequences_per_step=1", "run.num_steps=2"],
+            "LoRA rank 16, alpha 32, lr 0.01, 1 row a step, 2 steps",
+        ),
+        (
+            check_training, [*SFT, "run.num_steps=9", "trainer.optim.warmup_steps=9"],
+            "LoRA rank 16, alpha 32, lr 0.01, which a warm-up of 9 updates does not reach, 64 rows a step, 9 steps",
+        ),
+        (
+            check_training, [*SFT, "run.num_steps=15", "trainer.optim.warmup_steps=.1"],
+            "LoRA rank 16, alpha 32, lr 0.01 after a warm-up of 2 of 15 updates, 64 rows a step, 15 steps",
+        ),
+        (check_evaluation, [*QUICK, "data.eval_path=null"], "none: data.eval_path=null"),
+        (check_evaluation, QUICK, "1 held-out set, training waits"),
+        (
+            check_evaluation, [*QUICK, "run.eval_beside=true"],
+            f"1 held-out set, beside training, {NUM_BESIDE} prompts at a time",
+        ),
+        (
+            check_evaluation, [*HARD, "run.keep_best=eval/hard/pass_at_1"],
+            "1 held-out set (hard), training waits, best by eval/hard/pass_at_1",
+        ),
+        (check_packages, [*QUICK, "rollout.engine_options.block_size=32"], "present (versions: slipstream doctor)"),
+    ],
+)  # fmt: skip
+def test_what_a_run_does_is_told(check: Callable[[RunConfig], Fact], words: list[str], finding: str) -> None:
+    assert check(load_run_config(words)).finding == finding
 
 
 @pytest.mark.parametrize(
@@ -135,6 +183,14 @@ def test_full_training_of_packed_experts_is_refused(checkpoint: Path) -> None:
         check_architecture(load_run_config(words_for(checkpoint, "trainer.mode=full")), config)
 
 
+def test_your_own_file_needs_no_other_length_than_the_engines(checkpoint: Path) -> None:
+    """`quickstart` with data=files: the letters' data.max_prompt_tokens went with their file."""
+    data = checkpoint.parent / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "1" * 60, "answer": "a"}) + "\n")
+    with pytest.raises(PreflightError, match=r"61 tokens, data\.max_prompt_tokens allows 60"):
+        run_preflight(load_run_config(words_for(checkpoint, "data=files", f"data.path={data}")))
+
+
 def test_a_kv_cache_too_small_for_one_sequence_is_refused(checkpoint: Path) -> None:
     config = load_run_config(words_for(checkpoint))
     spec = read_config(json.loads((checkpoint / "config.json").read_text()))
@@ -166,93 +222,34 @@ def test_the_object_store_has_room_for_routes_as_far_as_shared_memory_has(checkp
     assert "0.58 GB at most at a time, more than the 512 MiB that Ray's object store gets" in fact.finding
 
 
-def test_stops_are_told_and_their_tokens_must_exist(checkpoint: Path) -> None:
-    words = ["rollout.sampling.stop_token_ids=[7]", 'rollout.sampling.stop=["</a>",b]']
-    (fact,) = (
-        fact
-        for fact in run_preflight(load_run_config(words_for(checkpoint, *words))).facts
-        if fact.subject == "responses"
-    )
-    assert fact.finding == "temperature 1, at most 4 tokens, ended by '</a>', 'b'"
-    with pytest.raises(PreflightError, match=r"stop_token_ids names token 64, and the model has vocab_size=64"):
-        run_preflight(load_run_config(words_for(checkpoint, "rollout.sampling.stop_token_ids=[3,64]")))
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("answers", "words", "said"),
     [
-        (["rollout.sampling.max_tokens=1"], None),
+        (["a"], ["rollout.sampling.max_tokens=1"], None),
+        (["a"], [], "exactly rollout.sampling.max_tokens=4 tokens, and the answer of row 1 has 1; set it to that, or"),
+        ([""], [], "the answer of row 1 has 0; set rollout.sampling.stop_at_eos=true"),
+        (["a"], ["rollout.sampling.stop_at_eos=true"], None),
         (
-            ["rollout.sampling.max_tokens=4"],
-            "have exactly rollout.sampling.max_tokens=4 tokens, and the answer of row 1 has 1",
+            ["a", "bbbbb"],
+            ["rollout.sampling.stop_at_eos=true"],
+            "1 of 2 rows: responses have at most rollout.sampling.max_tokens=4 tokens, and the answer of row 2",
         ),
-        (["rollout.sampling.max_tokens=4", "rollout.sampling.stop_at_eos=true"], None),
     ],
 )
-def test_answers_that_no_response_can_equal_are_warned_of(checkpoint: Path, words: list[str], said: str | None) -> None:
-    report = run_preflight(load_run_config(words_for(checkpoint, "reward=exact_match", *words)))
-    (fact,) = (fact for fact in report.facts if fact.subject == "prompts")
+def test_answers_that_no_response_can_equal_are_warned_of(
+    tmp_path: Path, answers: list[str], words: list[str], said: str | None
+) -> None:
+    rows = [{"prompt": "1a=", "answer": answer} for answer in answers]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [*("experiment=quickstart", "reward=exact_match", f"data.path={tmp_path}/rows.jsonl"), *words]
+    fact = check_data(load_run_config([*given, "data.eval_path=null", "algorithm.groups_per_step=1"]))
     assert fact.is_warning == (said is not None)
     assert said is None or said in fact.finding
-
-
-def test_answers_longer_than_responses_are_warned_of(checkpoint: Path) -> None:
-    rows = [{"prompt": "1a=", "answer": "a"}, {"prompt": "1b=", "answer": "bbbbb"}]
-    data = checkpoint.parent / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["reward=exact_match", f"data.path={data}", "data.eval_path=null", "rollout.sampling.stop_at_eos=true"]
-    report = run_preflight(load_run_config(words_for(checkpoint, *words)))
-    (fact,) = (fact for fact in report.facts if fact.subject == "prompts")
-    assert (
-        "1 of 2 rows: responses have at most rollout.sampling.max_tokens=4 tokens, and the answer of row 2"
-        in fact.finding
-    )
-    assert fact.is_warning
-
-
-@pytest.mark.parametrize(("answer", "is_a_length"), [("", False), ("a", True)])
-def test_no_response_is_to_be_as_long_as_an_empty_answer(checkpoint: Path, answer: str, is_a_length: bool) -> None:
-    data = checkpoint.parent / "rows.jsonl"
-    data.write_text(json.dumps({"prompt": "1a=", "answer": answer}) + "\n")
-    words = ["reward=exact_match", f"data.path={data}", "data.eval_path=null", "rollout.sampling.max_tokens=4"]
-    report = run_preflight(load_run_config(words_for(checkpoint, *words)))
-    (fact,) = (fact for fact in report.facts if fact.subject == "prompts")
-    assert "set rollout.sampling.stop_at_eos=true" in fact.finding
-    assert ("set it to that" in fact.finding) == is_a_length
-
-
-def test_your_own_file_needs_no_other_length_than_the_engines(checkpoint: Path) -> None:
-    """`quickstart` with data=files: the letters' data.max_prompt_tokens went with their file."""
-    data = checkpoint.parent / "rows.jsonl"
-    data.write_text('{"prompt": "1a=", "answer": "a"}\n')
-    config = load_run_config(words_for(checkpoint, "data=files", f"data.path={data}"))
-    assert config.max_prompt_tokens == 60
-    run_preflight(config)
-    data.write_text(json.dumps({"prompt": "1" * 60, "answer": "a"}) + "\n")
-    with pytest.raises(PreflightError, match=r"61 tokens, data\.max_prompt_tokens allows 60"):
-        run_preflight(config)
 
 
 def with_shared_memory(num_bytes: int) -> Callable[[Path], int]:
     """A terabyte free everywhere but in /dev/shm."""
     return lambda folder: num_bytes if folder == Path("/dev/shm") else 1 << 40
-
-
-def test_many_processes_and_little_shared_memory_are_warned_of(checkpoint: Path) -> None:
-    machine = Machine(
-        memory_bytes=lambda: (1 << 40, 1 << 40),
-        count_cpus=lambda: 2,
-        free_bytes=with_shared_memory(16 << 20),
-        is_slow_in_bfloat16=lambda: False,
-    )
-    warnings: dict[int, dict[str, str]] = {}
-    for workers in (2, 15):
-        config = load_run_config(words_for(checkpoint, f"rollout.num_workers={workers}"))
-        facts = run_preflight(config, machine).facts
-        warnings[workers] = {fact.subject: fact.finding for fact in facts if fact.is_warning}
-    assert list(warnings[2]) == ["/dev/shm"]
-    assert "16 MiB free: Ray's object store of 512 MiB" in warnings[2]["/dev/shm"]
-    assert "are many processes for 2 cores; lower them" in warnings[15]["memory"]
 
 
 @pytest.mark.parametrize(("name", "said"), [("absent", "no such folder"), ("", "has no config.json")])
@@ -266,15 +263,8 @@ def test_one_cause_is_reported_once(tmp_path: Path, name: str, said: str) -> Non
 def test_device_is_decided_before_rules_about_devices(checkpoint: Path) -> None:
     machine = Machine(count_gpus=lambda: 0)
     assert resolve_device(Device.auto, machine) == "cpu"
-    words = words_for(checkpoint, "cluster.device=auto")
-    assert run_preflight(load_run_config(words), machine).config.cluster.device is Device.cpu
-    with pytest.raises(PreflightError, match=r"weight_sync\.transport=nvlink contradicts cluster\.device=cpu"):
-        run_preflight(load_run_config([*words, "weight_sync.transport=nvlink"]), machine)
-
-
-def test_full_disk_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(PreflightError, match=r"has 1 MiB of free space"):
-        run_preflight(load_run_config(words_for(checkpoint)), Machine(free_bytes=lambda folder: 1 << 20))
+    auto = load_run_config(words_for(checkpoint, "cluster.device=auto"))
+    assert run_preflight(auto, machine).config.cluster.device is Device.cpu
 
 
 def test_a_run_folder_has_room_and_can_be_made(tmp_path: Path) -> None:
@@ -288,64 +278,11 @@ def test_a_run_folder_has_room_and_can_be_made(tmp_path: Path) -> None:
         check_run_folder(config, enough)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["experiment=quickstart", "run.num_steps=0"], "none: run.num_steps=0"),
-        (
-            ["experiment=quickstart", "trainer.mode=full", "trainer.optim.lr=1e-5", "run.num_steps=1"],
-            "all weights, lr 1e-05, 16 prompts x 24 responses = 384 responses a step, 1 step",
-        ),
-        (
-            ["experiment=sft_quickstart", "algorithm.sequences_per_step=1", "run.num_steps=2", "trainer.optim.lr=0.01"],
-            "LoRA rank 16, alpha 32, lr 0.01, 1 row a step, 2 steps",
-        ),
-        (
-            ["experiment=sft_quickstart", "run.num_steps=9", "trainer.optim.lr=0.01", "trainer.optim.warmup_steps=9"],
-            "LoRA rank 16, alpha 32, lr 0.01, which a warm-up of 9 updates does not reach, 64 rows a step, 9 steps",
-        ),
-        (
-            ["experiment=sft_quickstart", "run.num_steps=15", "trainer.optim.lr=0.01", "trainer.optim.warmup_steps=.1"],
-            "LoRA rank 16, alpha 32, lr 0.01 after a warm-up of 2 of 15 updates, 64 rows a step, 15 steps",
-        ),
-    ],
-)
-def test_what_a_step_trains_is_told(words: list[str], said: str) -> None:
-    assert check_training(load_run_config(words)).finding == said
-
-
-def test_when_it_is_evaluated_is_told() -> None:
-    quick = ["experiment=quickstart"]
-    assert check_evaluation(load_run_config([*quick, "data.eval_path=null"])).finding == "none: data.eval_path=null"
-    assert check_evaluation(load_run_config(quick)).finding == "1 held-out set, training waits"
-    beside = load_run_config([*quick, "run.eval_beside=true"])
-    said = f"1 held-out set, beside training, {beside.num_evaluated_groups} prompts at a time"
-    assert check_evaluation(beside).finding == said
-
-
 def test_numbers_and_problems_in_words() -> None:
     sizes = (12_345, 999_000, 1_000_000, 999_900_000, 1_000_000_000, 30_532_000_000)
     assert [_count(size) for size in sizes] == ["12 k", "999 k", "1.0 M", "999.9 M", "1.0 B", "30.5 B"]
     assert _join(["a", "a"]) == "a"
     assert _join(["b", "a", "b"]) == "2 problems:\n  1. b\n  2. a"
-
-
-def test_chat_prompts_need_no_transformers_here(checkpoint: Path) -> None:
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
-    rows = [{"prompt": [{"role": "user", "content": "1a="}], "answer": "a"}]
-    data = checkpoint.parent / "chat.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows * 16))
-    report = run_preflight(load_run_config(words_for(checkpoint, f"data.path={data}", "data.eval_path=null")))
-    assert f"16 in {data}" in {fact.finding for fact in report.facts}
-
-
-def test_the_figure_that_chooses_the_best_checkpoint_is_one_of_the_runs() -> None:
-    words = ["experiment=quickstart", "data.eval_path=null", "data.eval_sets.hard=pkg://letters_heldout.jsonl"]
-    config = load_run_config([*words, "run.keep_best=eval/hard/pass_at_1"])
-    assert check_evaluation(config).finding == "1 held-out set (hard), training waits, best by eval/hard/pass_at_1"
-    wrong = load_run_config([*words, "run.keep_best=eval/hard/pass_at_2"])
-    with pytest.raises(ConfigError, match=r"pass_at_2 is no figure of this run's evaluations. Did you mean eval/hard"):
-        check_evaluation(wrong)
 
 
 def test_an_adapter_to_start_from_is_needed_again_for_a_reference_alone() -> None:
@@ -385,10 +322,3 @@ def test_engines_whose_kernels_are_compiled_at_their_start_need_headers_and_a_co
     monkeypatch.syspath_prepend(tmp_path)
     check_engine_needs(hf_config, Device.cuda)
     check_engine_needs({"model_type": "deepseek_v3"}, Device.cuda)
-
-
-def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts() -> None:
-    config = load_run_config(["experiment=quickstart", "rollout.engine_options.block_sise=32"])
-    with pytest.raises(ConfigError, match=r"block_sise: this vLLM's engine has.*mean block_size"):
-        check_packages(config)
-    assert check_packages(load_run_config(["experiment=quickstart", "rollout.engine_options.block_size=32"]))

@@ -44,12 +44,7 @@ def rows_of(*words: str) -> PromptRows:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"),
-    [
-        ([], Shuffled),
-        (["data.stream=true"], Streamed),
-        (["data.order=middling"], Middling),
-    ],
+    ("words", "kind"), [([], Shuffled), (["data.stream=true"], Streamed), (["data.order=middling"], Middling)]
 )
 def test_options_choose_the_order(
     tmp_path: Path, words: list[str], kind: type, monkeypatch: pytest.MonkeyPatch
@@ -130,17 +125,6 @@ def test_rows_that_are_too_long_are_left_out_where_that_is_asked_for(
         rows_of("data.max_prompt_tokens=2", *words).stream()
 
 
-def test_conversations_that_are_too_long_are_left_out_too(tmp_path: Path) -> None:
-    path = tmp_path / "talks.jsonl"
-    rows = [{"prompt": "1a=", "answer": "a" * length} for length in (1, 30, 2)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["experiment=sft_quickstart", "data=files", f"data.path={path}", "data.max_sequence_tokens=10"]
-    with pytest.raises(DataError, match=r"talks\.jsonl:2: the conversation has 35 tokens.*data\.drop_too_long=true"):
-        check_data(load_run_config(words))
-    fact = check_data(load_run_config([*words, "data.drop_too_long=true"]))
-    assert fact.finding.startswith(f"2 (1 too long and left out) in {path}; fewer than a step takes")
-
-
 @pytest.mark.parametrize(
     ("words", "cure"),
     [
@@ -201,8 +185,7 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path: Path, 
     pattern = ['reward.pattern="(a)"'] if reward == "regex" else []
     rows = rows_of(f"data.path={path}", f"reward={reward}", *pattern)
     with pytest.raises(
-        DataError,
-        match=rf"a\.jsonl:2: column 'answer' \(reward\.kind={reward}\)( must be text or a number, |: ){got}",
+        DataError, match=rf"a\.jsonl:2: column 'answer' \(reward\.kind={reward}\)( must be text or a number, |: ){got}"
     ):
         rows.training()
 
@@ -273,36 +256,6 @@ def test_the_turns_of_every_row_are_checked(tmp_path: Path) -> None:
         check_data(chats(tmp_path, THINKS, rows))
 
 
-def test_a_turn_whose_words_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{% if loop.first or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    asked = says("a")["prompt"]
-    rows = [says("a"), {"prompt": [{"role": "system", "content": "b"}, *asked]}]
-    check_data(chats(tmp_path / "one", template, rows))
-    rows.append({"prompt": [*asked, {"role": "system", "content": "b"}]})
-    with pytest.raises(DataError, match=r"a\.jsonl:3: message 2 is of 'system', and .* template leaves it out"):
-        check_data(chats(tmp_path / "two", template, rows))
-
-
-def test_leading_system_turns_may_be_written_behind_the_users(tmp_path: Path) -> None:
-    """As Mistral's template does."""
-    words = "{{% for m in messages if m.role == '{}' %}}{{{{ m.content }}}}{{% endfor %}}"
-    template = words.format("user") + words.format("system")
-    check_data(chats(tmp_path, template, [{"prompt": [{"role": "system", "content": "b"}, *says("a")["prompt"]]}]))
-
-
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-
-
-@pytest.mark.parametrize("other", [{"chat_template_kwargs": {"brief": True}}, {"tools": [TOOL]}])
-def test_a_turn_that_is_left_out_for_this_row_alone_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
-    """Rows with the same roles are tried once, unless the template is given something else with one of them."""
-    written = "{% if m.role == 'user' or not (brief or tools) %}{{ m.content }}{% endif %}"
-    template = f"{{% for m in messages %}}{written}{{% endfor %}}"
-    row = {"prompt": [{"role": "system", "content": "b"}, *says("a")["prompt"]]}
-    with pytest.raises(DataError, match=r"a\.jsonl:3: message 1 is of 'system', and .* template leaves it out"):
-        check_data(chats(tmp_path, template, [row, row, row | other]))
-
-
 def test_an_agent_may_have_any_turns_in_its_rows(tmp_path: Path) -> None:
     rows = [{"prompt": [*says("a")["prompt"], *says("a")["prompt"]]}]
     agent = "rollout.agent=slipstream.rollout.agents.games.letters:play"
@@ -324,17 +277,6 @@ def test_what_a_row_teaches_is_shown_and_answers_without_a_thought_are_told(tmp_
     (shown, *_) = fact.also
     assert shown.subject == "first conversation"
     assert shown.finding.endswith("a.jsonl:1, 20 tokens (2 taught): '[user]a[assistant]>>>b<eos><<<'")
-
-
-def test_a_pair_is_shown_with_both_answers(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps({"prompt": "1a=", "chosen": "a", "rejected": "bb"}))
-    words = ["experiment=sft_quickstart", "algorithm=dpo", "data=files", f"data.path={path}"]
-    (shown, *_) = check_data(load_run_config(words)).also
-    assert shown.finding == (
-        f"{path}:1, chosen 6 tokens (2 taught): '<bos>1a=>>>a<eos><<<', "
-        "rejected 7 tokens (3 taught): '<bos>1a=>>>bb<eos><<<'"
-    )
 
 
 def test_options_of_the_template_are_checked_and_used_before_a_run(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from cases.held_port import held_port
 
 from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.inputs.facts import Fact
-from slipstream.orchestrator.inputs.given_code import check_reward_loads
-from slipstream.orchestrator.inputs.reward_facts import unchosen_reward, who_judges
+from slipstream.orchestrator.inputs.given_code import check_reward_loads, unchosen_reward, who_judges
 
 MINE = ["model.path=/m", "data.path=rows.jsonl"]
 GAME = "rollout.agent=agent.py:play"

@@ -13,7 +13,6 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import START, Row
 from slipstream.orchestrator.inputs.rows.conversations import Conversation, ConversationReader
-from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.rows.turn_ends import end_after, unknown_end
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
@@ -69,13 +68,6 @@ def test_a_call_of_tools_ends_with_the_header_of_their_answer(glm):
     assert last.startswith("\n<think></think>\n<tool_call>add") and last.endswith("</tool_call><|observation|>")
     answered = [*turns, {"role": "tool", "tool_call_id": "call-1", "name": "add", "content": "4"}]
     assert taught(glm, read(glm, answered)) == [last]
-
-
-def test_answers_of_pairs_end_so_too(glm):
-    turns = [{"role": role, "content": text} for role, text in SUMS[:2]]
-    row = Row("row 1", {"prompt": turns[:1], "chosen": "4", "rejected": "5"}, START)
-    pair = PreferenceReader(DataConfig(), TextEncoder(glm)).read(row, 0)
-    assert [taught(glm, one) for one in pair.sequences] == [[f"\n<think></think>\n{answer}<|user|>"] for answer in "45"]
 
 
 def test_a_header_that_is_no_end_is_not_taught(tmp_path):

@@ -361,7 +361,7 @@ async def test_a_session_sends_the_conversation_and_reads_the_first_choice() -> 
     assert client.sent[2][:2] == ("http://here/v1/completions", {"model": "policy", "prompt": [3, 4], "n": 1})
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "3", '"text"'])
+@pytest.mark.parametrize("arguments", ["{", "[1]", "3", '"text"', pytest.param("[" * 100_000, id="deep")])
 def test_arguments_that_are_no_object_stay_as_they_were_written(arguments: str) -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
     assert session_module._tool_call(call) == ToolCall("c", "f", arguments)

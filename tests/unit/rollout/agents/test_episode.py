@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 from fakes.chat_templates import FakeChatText
 from fakes.clock import turns
+from hypothesis import given, settings, strategies as st
 
 from slipstream.rollout.agents import episode as episode_module
 from slipstream.rollout.agents.chat_text import Reply
@@ -74,7 +74,7 @@ class Table:
     def __init__(self, limits: Limits = AMPLE) -> None:
         self.chat = Chat("chatml")
         self.engine = Engine(self.chat)
-        self.episode = Episode(3, self.chat, limits, self.engine.generate)  # type: ignore[arg-type]
+        self.episode = Episode(self.chat, limits, self.engine.generate)  # type: ignore[arg-type]
 
     def say(self, *texts: str | Exception) -> None:
         self.engine.says += texts
@@ -115,39 +115,28 @@ def test_an_episode_begins_on_the_clock_by_which_its_seconds_are_counted(monkeyp
     assert Table().episode.started == 5.0
 
 
-async def test_options_of_a_request_go_before_those_of_the_episode() -> None:
-    class Noting(Chat):
-        def render(self, *args: Any) -> str:
-            noted.append(dict(args[2]))
-            return super().render(*args)
-
-        def check(self, chat: Any) -> None:
-            noted.append(dict(chat.options))
-
-    noted: list[dict[str, Any]] = []
-    chat = Noting("chatml")
-    episode = Episode(3, chat, AMPLE, Engine(chat).generate, {"one": "a", "two": "b"})  # type: ignore[arg-type]
-    await episode.chat([user("one")], options={"one": "x"})
-    episode.check([user("one")], (), {"one": "x"})
-    await episode.chat([user("one")])
-    assert noted == [{"one": "x", "two": "b"}] * 2 + [{"one": "a", "two": "b"}]
-
-
-async def test_tools_are_rendered_and_looked_for_in_the_answer() -> None:
+async def test_a_request_is_rendered_with_its_tools_and_its_options_before_those_of_the_episode() -> None:
     class Noting(Chat):
         def render(self, messages: Any, tools: Any, options: Any = None) -> str:
-            noted.append(tools)
+            noted.append((tools, options))
             return super().render(messages, tools, options)
 
         def reply(self, sampled: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
-            noted.append(tools)
+            noted.append((tools, "in the answer"))
             return super().reply(sampled, tools)
 
+        def check(self, chat: Any) -> None:
+            noted.append((chat.tools, dict(chat.options)))
+
     noted: list[Any] = []
-    chat, tools = Noting("chatml"), [{"type": "function", "function": {"name": "add"}}]
-    episode = Episode(3, chat, AMPLE, Engine(chat).generate)  # type: ignore[arg-type]
-    await episode.chat([user("one")], tools)
-    assert noted == [tools] * 2
+    chat, tools, both = Noting("chatml"), [{"type": "function"}], {"one": "x", "two": "b"}
+    episode = Episode(chat, AMPLE, Engine(chat).generate, {"one": "a", "two": "b"})  # type: ignore[arg-type]
+    episode.check([user("one")], (), {"one": "x"})
+    await episode.chat([user("one")], tools, options={"one": "x"})
+    await episode.chat([user("one")])
+    assert noted == [
+        ((), both), (tools, both), (tools, "in the answer"), ((), {"one": "a", "two": "b"}), ((), "in the answer")
+    ]  # fmt: skip
 
 
 NOBODYS = 1 << 33
@@ -170,7 +159,7 @@ async def test_a_token_that_the_model_does_not_have_is_refused_and_costs_no_turn
 
     chat = Small("chatml")
     engine = Engine(chat)
-    episode = Episode(3, chat, AMPLE, engine.generate)  # type: ignore[arg-type]
+    episode = Episode(chat, AMPLE, engine.generate)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no such token"):
         await episode.complete(prompt)
     assert engine.asked == [] and (episode.turns, episode.reached) == ([], "")
@@ -185,107 +174,73 @@ async def test_a_plain_prompt_goes_on_too_and_leaves_no_message_behind() -> None
     assert [turn.said for turn in table.episode.turns] == [" a time", " there"]
 
 
-async def test_a_later_turn_has_the_room_that_the_whole_conversation_leaves() -> None:
-    """Of the 20 tokens of the model, the conversation takes 5 + 3, then 8 + 4 + 2."""
-    table = Table(Limits(max_turns=9, max_tokens=100, max_turn_tokens=50, max_model_len=20))
-    table.say("abc", "de")
-    await table.episode.complete("01234")
-    await table.episode.complete("01234abc....")
-    await table.episode.complete("01234abc....de")
-    assert [most for _, _, most in table.engine.asked] == [15, 8, 6]
-    with pytest.raises(
-        LimitReached, match=r"is 20 tokens \(rollout\.max_model_len\): the conversation has 20$"
-    ) as error:
-        await table.episode.complete("01234abc....deABCDEF")
-    assert (error.value.kind, table.episode.reached) == (TOKENS, TOKENS)
-    await table.episode.complete("01234abc....deABCDE")
-    assert table.engine.asked[-1][2] == 1
+small = st.integers(1, 6)
 
 
-@pytest.mark.parametrize(
-    ("limits", "asked", "most"),
-    [
-        ((9, 100, 50, 30), None, 30 - 5),
-        ((9, 100, 20, 30), None, 20),
-        ((9, 15, 20, 30), None, 15),
-        ((9, 100, 50, 30), 7, 7),
-        ((9, 15, 20, 30), 99, 15),
-        ((9, 100, 20, 30), 99, 20),
-    ],
+@settings(max_examples=300, deadline=None)
+@given(
+    limits=st.tuples(st.integers(1, 5), st.integers(1, 12), small, st.integers(3, 12)),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["ask", "ask for fewer", "answer", "give up", "fail"]), small, small), max_size=14
+    ),
 )
-async def test_a_turn_may_sample_what_the_narrowest_limit_leaves(limits, asked: int | None, most: int) -> None:
-    table = Table(Limits(*limits))
-    await table.episode.complete("01234", max_tokens=asked)
-    assert table.engine.asked[0][2] == most
+def test_limits_are_kept_whatever_is_asked_at_once_given_up_or_fails(
+    limits: tuple[int, int, int, int], steps: list[tuple[str, int, int]]
+) -> None:
+    """Beside it: turns count from their request on, and so do the tokens that it may sample, until it has fewer."""
+    max_turns, max_tokens, max_turn_tokens, max_model_len = limits
 
+    async def play() -> None:
+        table = Table(Limits(*limits))
+        asked: list[tuple[int, asyncio.Future[Sampled]]] = []
 
-@pytest.mark.parametrize(("says", "most"), [(["abc", "abcd"], [4, 4]), (["abc", "abc", "a"], [4, 4, 1])])
-async def test_sampled_tokens_add_up_to_the_limit_and_no_further(says: list[str], most: list[int]) -> None:
-    table = Table(Limits(max_turns=99, max_tokens=7, max_turn_tokens=4, max_model_len=100))
-    table.say(*says)
-    for prompt in "xyz"[: len(says)]:
-        await table.episode.complete(prompt)
-    assert [one for _, _, one in table.engine.asked] == most
-    for _ in range(2):
-        with pytest.raises(LimitReached, match="sampled its 7 tokens") as error:
-            await table.episode.complete("z")
-        assert (error.value.kind, table.episode.reached) == (TOKENS, TOKENS)
-    assert len(table.engine.asked) == len(says)
+        async def generate(parent: int | None, token_ids: list[int], most: int) -> Sampled:
+            asked.append((most, asyncio.get_running_loop().create_future()))
+            return await asked[-1][1]
 
+        table.episode._generate = generate
+        under_way: list[tuple[asyncio.Task[Any], int, asyncio.Future[Sampled]]] = []
+        num_turns = num_tokens = num_sampled = 0
+        reached, has_failed = "", False
+        for what, size, number in steps:
+            if what.startswith("ask"):
+                fewer = number if what == "ask for fewer" else None
+                request = asyncio.create_task(table.episode.complete("x" * size, max_tokens=fewer))
+                await turns()
+                room, left = max_model_len - size, max_tokens - num_tokens
+                if num_turns == max_turns or room < 1 or left < 1:
+                    with pytest.raises(LimitReached) as error:
+                        request.result()  # it waits for no engine
+                    reached = TURNS if num_turns == max_turns else TOKENS
+                    told = f"has sampled its {max_tokens} tokens" if room > 0 else f"the conversation has {size}"
+                    assert (f"has had its {max_turns} turns" if reached == TURNS else told) in str(error.value)
+                    assert error.value.kind == reached
+                    continue
+                most, answered = asked[-1]
+                assert most == min(room, left, max_turn_tokens, fewer or 99)
+                under_way.append((request, most, answered))
+                num_turns, num_tokens = num_turns + 1, num_tokens + most
+            elif under_way:
+                request, most, answered = under_way.pop(number % len(under_way))
+                num_tokens -= most
+                if what == "answer":
+                    tokens = [ord("a")] * min(size, most)
+                    answered.set_result(Sampled(70, tokens, [-1.0] * len(tokens), "stop"))
+                    num_tokens, num_sampled = num_tokens + len(tokens), num_sampled + 1
+                elif what == "give up":
+                    request.cancel()
+                else:
+                    answered.set_exception(EngineFailed("all of them"))
+                    has_failed = True
+                await turns()
+                assert request.done() and answered.done(), "nobody waits for it any more"
+                assert request.cancelled() or (request.exception() is not None) == (what == "fail")
+        assert (table.episode.reached, table.episode.engine_failed) == (reached, has_failed)
+        assert (len(asked), len(table.episode.turns)) == (num_turns, num_sampled)
+        table.episode.end()
+        await asyncio.gather(*(request for request, *_ in under_way), return_exceptions=True)
 
-async def test_requests_at_the_same_time_share_the_limit_and_give_back_what_they_did_not_use() -> None:
-    table = Table(Limits(max_turns=99, max_tokens=7, max_turn_tokens=4, max_model_len=100))
-    table.engine.gate.clear()
-    table.say("a", "bc")
-    both = [asyncio.create_task(table.episode.complete(prompt)) for prompt in ("x", "y")]
-    await turns()
-    assert [most for _, _, most in table.engine.asked] == [4, 3]
-    with pytest.raises(LimitReached):
-        await table.episode.complete("z")
-    table.engine.gate.set()
-    await asyncio.gather(*both)
-    await table.episode.complete("z")
-    assert table.engine.asked[-1][2] == 7 - 3
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-@pytest.mark.parametrize("at_once", [False, True])
-async def test_turns_end_at_their_limit(limit: int, at_once: bool) -> None:
-    """A turn counts from its request on."""
-    table = Table(Limits(max_turns=limit, max_tokens=100, max_turn_tokens=4, max_model_len=100))
-    if at_once:
-        table.engine.gate.clear()
-    requests = [asyncio.create_task(table.episode.complete("x")) for _ in range(limit)]
-    await turns()
-    if not at_once:
-        await asyncio.gather(*requests)
-    for _ in range(2):
-        further = asyncio.create_task(table.episode.complete("x"))
-        await turns()
-        assert further.done(), "it waits for no engine"
-        with pytest.raises(LimitReached, match=f"has had its {limit} turns") as error:
-            await further
-        assert (error.value.kind, table.episode.reached) == (TURNS, TURNS)
-    table.engine.gate.set()
-    await asyncio.gather(*requests)
-    assert len(table.episode.turns) == limit
-
-
-async def test_a_request_that_is_abandoned_samples_no_further_and_gives_its_tokens_back() -> None:
-    table = Table(Limits(max_turns=99, max_tokens=7, max_turn_tokens=5, max_model_len=100))
-    table.engine.gate.clear()
-    request = asyncio.create_task(table.episode.complete("x"))
-    await turns()
-    request.cancel()
-    await turns()
-    assert request.cancelled()
-    assert table.engine.num_cancelled == 1, "nobody waits for it"
-    table.engine.gate.set()
-    for _ in range(2):
-        table.say("abc")
-        await table.episode.complete("x")
-    assert [most for _, _, most in table.engine.asked] == [5, 5, 4]
-    assert len(table.episode.turns) == 2
+    asyncio.run(play())
 
 
 async def test_the_end_of_an_episode_ends_its_requests_and_refuses_others() -> None:
@@ -307,40 +262,19 @@ async def test_the_end_of_an_episode_ends_its_requests_and_refuses_others() -> N
     assert table.episode.turns == [] and len(table.engine.asked) == 3
 
 
-async def test_what_was_sampled_when_the_episode_ended_is_no_turn() -> None:
-    """The engine answers in the moment in which the episode ends."""
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_what_is_sampled_while_the_episode_ends_is_no_turn_nor_a_cancellation_of_the_agents(
+    is_cancelled: bool,
+) -> None:
     table = Table()
-    generate = table.engine.generate
 
-    async def ends_meanwhile(*args: Any) -> Sampled:
-        sampled = await generate(*args)
+    async def ends_meanwhile(*_: Any) -> Sampled:
+        if is_cancelled:
+            raise asyncio.CancelledError
         table.episode._is_over = True
-        return sampled
+        return Sampled(70, [], [], "stop")
 
     table.episode._generate = ends_meanwhile
-    with pytest.raises(EpisodeOver):
-        await table.episode.complete("x")
-    assert table.episode.turns == []
-
-
-async def test_engines_that_fail_are_noted_and_the_tokens_given_back() -> None:
-    table = Table(Limits(max_turns=99, max_tokens=4, max_turn_tokens=4, max_model_len=100))
-    table.say(EngineFailed("all of them"), ValueError("a bug"))
-    with pytest.raises(ValueError, match="a bug"):
-        table.engine.says.reverse()
-        await table.episode.complete("x")
-    assert not table.episode.engine_failed
-    with pytest.raises(EngineFailed):
-        await table.episode.complete("x")
-    assert table.episode.engine_failed
-    await table.episode.complete("x")
-    assert table.engine.asked[-1][2] == 4
-
-
-async def test_a_request_that_was_cancelled_underneath_is_over_and_no_cancellation_of_the_agents() -> None:
-    table = Table()
-
-    table.episode._generate = AsyncMock(side_effect=asyncio.CancelledError)
     with pytest.raises(EpisodeOver):
         await table.episode.complete("x")
     assert table.episode.turns == []

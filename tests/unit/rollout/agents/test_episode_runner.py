@@ -6,6 +6,7 @@ Everything is real but the engine: the service's process, the agents' processes,
 import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,7 +27,8 @@ from slipstream.conf.schema import DataConfig, EpisodesConfig, RewardConfig, Rol
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode, check_agent
+from slipstream.rollout.agents.episode import Limits
+from slipstream.rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode
 from slipstream.rollout.branches import branches_of
 from slipstream.rollout.errors import AgentError, EngineDied
 from slipstream.rollout.types import Prompt, Rollout, Routes
@@ -43,7 +45,6 @@ class Engine:
         self.say = say
         self.given: list[tuple[int, ...]] = []
         self.sampled: list[list[int]] = []
-        self.most: list[int] = []
         self.seeds: list[int | None] = []
         self.error: Exception | None = None
 
@@ -52,7 +53,6 @@ class Engine:
             raise self.error
         number = len(self.given)
         self.given.append(prompt.token_ids)
-        self.most.append(sampling.max_tokens)
         self.seeds.append(sampling.seed)
         tokens = self.tokenizer.encode(self.say(number % 8), add_special_tokens=False).ids
         self.sampled.append(tokens)
@@ -62,10 +62,10 @@ class Engine:
         return Rollout(tokens, [-1.0 - number] * len(tokens), [number] * len(tokens), "", "length", 1, routes=routes)
 
 
-def config_of(agent: str = "play", max_tokens: int = 4, **episodes: Any) -> RunConfig:
+def config_of(agent: str = "play", **episodes: Any) -> RunConfig:
     rollout = RolloutConfig(
         agent=f"{odd_agents.__file__}:{agent}",
-        sampling=SamplingConfig(max_tokens=max_tokens),
+        sampling=SamplingConfig(max_tokens=4),
         max_model_len=256,
         episodes=EpisodesConfig(**episodes),
     )
@@ -132,12 +132,14 @@ async def test_an_episode_is_what_the_engine_was_given_and_sampled(tmp_path: Pat
 
 async def test_every_request_has_a_seed_of_its_own_and_a_group_can_be_repeated(tmp_path: Path) -> None:
     seeded = SamplingConfig(max_tokens=4, seed=5, stop_token_ids=(7,))
-    asked = config_of()
+    asked = config_of(max_turns=9, max_tokens=7)
     asked = replace(asked, rollout=replace(asked.rollout, sampling=seeded))
     async with running(asked, tmp_path) as (runner, engine):
         for _ in range(2):
             await runner.run_group(PROMPT, 2)
-        assert runner._options().stop_token_ids == [2, 7], "those of the model, and the run's"
+        options = runner._options()
+        assert options.stop_token_ids == [2, 7], "those of the model, and the run's"
+        assert options.limits == Limits(max_turns=9, max_tokens=7, max_turn_tokens=4, max_model_len=256)
         assert not runner._open
     first, again = set(engine.seeds[:6]), set(engine.seeds[6:])
     assert len(first) == 6 and first == again and None not in first
@@ -274,17 +276,6 @@ async def test_a_service_that_is_not_understood_leaves_nobody_waiting(tmp_path: 
         await group
 
 
-async def test_limits_on_tokens_are_kept_whatever_the_agent_asks_for(tmp_path: Path) -> None:
-    limited = config_of("behave")
-    episodes = EpisodesConfig(max_turns=100, max_tokens=7)
-    limited = replace(limited, rollout=replace(limited.rollout, episodes=episodes))
-    async with running(limited, tmp_path) as (runner, engine):
-        engine.say = lambda _: "abc"
-        (episode,) = await play(runner, "turns")
-    assert episode.rollout.failure == "tokens"
-    assert engine.most == [4, 4, 1]
-
-
 async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_one_the_group(tmp_path: Path) -> None:
     world = World(committed=[0, 0])
     workers = [FakeWorker(world, 0), FakeWorker(world, 1)]
@@ -305,22 +296,9 @@ async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_o
     assert [len(episode.rollout.turns) for episode in episodes] == [3] * 3
 
 
-def test_an_agent_that_cannot_run_is_refused() -> None:
-    with pytest.raises(AgentError, match="has no function 'missing'"):
-        check_agent(config_of("missing"))
-
-
-def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-
-        async def start() -> None:
-            async with running(config_of(address=f"127.0.0.1:{port}"), tmp_path):
+async def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(AgentError, match=f"rollout.episodes.address={address}"):
+            async with running(config_of(address=address), tmp_path):
                 pass
-
-        with pytest.raises(AgentError, match=f"rollout.episodes.address=127.0.0.1:{port}"):
-            asyncio.run(start())

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from fakes.chat_templates import FakeChatText
 
+from slipstream.rollout.agents.chat_text import _call_meaning
 from slipstream.rollout.agents.token_tree import CONTINUED, FORK, NEW, START, Planned, TokenTree, _digests
 
 
@@ -58,6 +59,7 @@ def test_texts_and_arguments_that_nobody_expects_are_no_errors() -> None:
     tree.record(tree.plan_text("a\ud800"), chat.encode("b"))
     assert tree.plan_text("a\ud800bc").parent == 0
     call = {"id": "1", "function": {"name": "f", "arguments": "[" * 200_000}}
+    assert _call_meaning(call["function"]) == ("f", "[" * 200_000)
     one, other = (
         _digests([{"role": "assistant", "content": "", "tool_calls": [{**call, "id": number}]}], ())[-1]
         for number in "12"

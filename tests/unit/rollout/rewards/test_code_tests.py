@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from fakes.reward_runs import running
 
-from slipstream.conf.errors import ConfigError
-from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import CodeConfig, RewardConfig
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards import code_tests
@@ -116,25 +114,9 @@ CODE = RewardConfig(kind="code", timeout_s=120, code=CodeConfig(wall_s=5))
 
 
 def test_a_response_is_worth_what_its_code_does():
-
     if can_run(CODE):
         found = asyncio.run(rewards_of(CODE, [(code, tests) for code, tests, _ in JUDGED]))
         assert found == [expected for *_, expected in JUDGED]
-
-
-def test_a_part_of_the_tests_may_count():
-
-    config = RewardConfig(kind="code", timeout_s=120, code=CodeConfig(partial=True))
-    if can_run(config):
-        tests = [{"input": "4", "output": "8"}, {"input": "5", "output": "11"}, {"input": "6", "output": "12"}]
-        by_asserts = ["assert double(1) == 2", "assert double(1) == 3"]
-        assert asyncio.run(rewards_of(config, [(READS, tests), (DOUBLE, by_asserts)])) == [2 / 3, 1 / 2]
-
-
-def test_tests_that_are_none_leave_the_sample_out():
-
-    if can_run(CODE):
-        assert asyncio.run(rewards_of(CODE, [(DOUBLE, 3)])) == [None]
 
 
 def test_a_machine_that_cannot_is_refused_before_the_run():
@@ -155,27 +137,9 @@ except RewardError as e:
     told = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
     assert re.match(
         r"reward\.parts\.tests\.kind=code: this machine runs no code of responses, because it cannot do so safely: "
-        "unshare: Operation not permitted; a seccomp filter is on",
+        "unshare: Operation not permitted; a seccomp filter is on, as in a container: start it with",
         told.stdout.decode(),
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["reward=code", "reward.code.wall_s=0"], r"reward\.code\.wall_s must be > 0, got 0"),
-        (["reward=code", "reward.code.memory_bytes=100"], r"reward\.code\.memory_bytes must be >= 1048576, got 100"),
-        (["reward=exact_match", "reward.code.wall_s=3"], r"reward\.code\.wall_s has no effect with reward\.kind="),
-        (
-            ["reward.parts.a.kind=code", "reward.parts.a.code.memory=3"],
-            r"unknown option reward\.parts\.a\.code\.memory",
-        ),
-        (["reward.parts.a.kind=code", "reward.parts.a.code=3"], r"reward\.parts\.a\.code is a section"),
-    ],
-)
-def test_wrong_options_are_refused(words: list[str], message: str):
-    with pytest.raises(ConfigError, match=message):
-        load_run_config(["experiment=quickstart", *words])
 
 
 @pytest.mark.parametrize(

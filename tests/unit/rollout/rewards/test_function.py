@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
-from slipstream.rollout.rewards.function import load_reward
+from slipstream.rollout.rewards.function import BESIDE, INSTEAD, Form, load_reward
 from slipstream.rollout.rewards.runner import RewardRunner, _fields, chosen_rewards
 from slipstream.rollout.types import Prompt
 
@@ -30,6 +30,12 @@ class Awaited:
 awaited = Awaited()
 def yields(prompt, response, fields): yield 1.0
 async def yields_soon(prompt, response, fields): yield 1.0
+def first(messages, response, fields): return messages
+def second(prompt, messages, fields): return messages
+def third(prompt, response, messages): return messages["a"]
+def further(prompt, response, fields, messages): return messages
+def named(prompt, *rest, messages): return messages
+def some(prompt, response, fields, *messages): return len(messages)
 class Built:
     def __init__(self, prompt, response, fields): ...
 """
@@ -45,20 +51,30 @@ def own(tmp_path: Path) -> Path:
     ("name", "is_async", "is_of_group"),
     [
         ("one", False, False), ("soon", True, False), ("group", False, True), ("group_soon", True, True),
-        ("more", False, False), ("late", False, False),
+        ("more", False, False), ("late", False, False), ("made", False, False), ("awaited", True, True),
     ],
 )  # fmt: skip
 def test_a_function_says_by_its_form_how_it_is_called(own: Path, name: str, is_async: bool, is_of_group: bool) -> None:
     reward = load_reward(RewardConfig(kind=f"{own}:{name}"))
-    assert (reward.is_async, reward.is_of_group, reward.source) == (is_async, is_of_group, str(own))
-    assert reward.function.__name__ == name
+    assert reward.form == Form(is_async, is_of_group, str(own))
 
 
-def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) -> None:
-    made = load_reward(RewardConfig(kind=f"{own}:made"))
-    assert (made.is_async, made.is_of_group, made.source) == (False, False, str(own))
-    awaited = load_reward(RewardConfig(kind=f"{own}:awaited"))
-    assert (awaited.is_async, awaited.is_of_group) == (True, True)
+@pytest.mark.parametrize(
+    ("name", "asks", "worth"),
+    [
+        ("first", INSTEAD, "asked"), ("further", BESIDE, "asked"), ("named", BESIDE, "asked"),
+        ("second", "", "r"), ("third", "", 1), ("some", "", 0),
+    ],
+)  # fmt: skip
+def test_messages_are_given_where_a_parameter_of_that_name_is_no_response_and_no_fields(
+    own: Path, name: str, asks: str, worth: object
+) -> None:
+    reward = load_reward(RewardConfig(kind=f"{own}:{name}"))
+    assert (reward.form.messages, reward.call("p", ["r"], {"a": 1}, "asked")) == (asks, worth)
+
+
+def test_what_ships_is_a_reward_too() -> None:
+
     fields = {"answer": " 4"}
     exact = load_reward(RewardConfig(kind="exact_match"))
     with pytest.raises(KeyError, match=r"the row has no column 'answer' \(data.columns.answer\); it has b"):
@@ -67,8 +83,11 @@ def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) 
     assert regex.function("p", "it is 4, is 5", fields) == (1.0, "4")
     assert regex.function("p", "none", fields) == (0.0, "") and regex.function("p", "4", fields) == (0.0, None)
     group = load_reward(RewardConfig(kind="slipstream.rollout.rewards.examples:share_of_answer"))
-    assert not group.is_of_group and group.function("p", "ee 3e", {"answer": "e"}) == 0.75
+    assert not group.form.is_of_group and group.function("p", "ee 3e", {"answer": "e"}) == 0.75
     assert group.function("p", "", {"answer": "e"}) == 0.0
+    for pattern, said in (("(", r"^reward\.pattern='\(' is not a regular expression"), ("a", "has no group")):
+        with pytest.raises(RewardError, match=said):
+            load_reward(RewardConfig(kind="regex", pattern=pattern))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Rewards that attack the exchange or leave processes behind: one sample each, nothing runs here, nothing is left."""
 
-import logging
 import os
 import signal
 import subprocess
@@ -103,15 +102,6 @@ def leave_children(prompt, response, fields):
         time.sleep(600)
     if response == "exit":
         os._exit(0)
-    return 0.5
-
-def shout(prompt, response, fields):
-    if response == "raise":
-        raise LookupError("x" * (1 << 20))
-    if response == "return":
-        return "x" * (1 << 20)
-    if response == "huge":
-        return 10 ** 5000
     return 0.5
 
 def environment(prompt, response, fields):
@@ -228,18 +218,6 @@ asyncio.run(main())
     run.communicate()
     while left_alive(folder):
         time.sleep(0.01)
-
-
-async def test_class_and_place_of_an_exception_survive_a_message_of_any_size(folder, caplog):
-    async with running(folder, "shout") as score:
-        with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
-            caplog.clear()
-            assert await score("raise", "return", "huge") == [None, None, None]
-    line = 1 + REWARDS.splitlines().index('        raise LookupError("x" * (1 << 20))')
-    raised = caplog.records[0].message
-    assert f'hostile.py", line {line}, in shout' in raised
-    assert "LookupError: xxx" in raised
-    assert max(len(record.message) for record in caplog.records) < 10_000
 
 
 async def test_a_reward_gets_no_variable_but_what_programs_need_and_what_it_is_promised(folder, monkeypatch):

@@ -16,19 +16,17 @@ from fakes import reward_runs
 from fakes.judge_server import JudgeServer, judge_server
 from fakes.reward_runs import running
 
-from slipstream.conf.errors import ConfigError
-from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import JudgeConfig, RewardConfig
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.openai_client import NoAnswer, Rate, retry_after_s
 from slipstream.rollout.rewards import judge as judge_module
 from slipstream.rollout.rewards.counting import counted
 from slipstream.rollout.rewards.judge import Judge, NoVerdict
-from slipstream.rollout.rewards.judge_prompt import columns_needed, fill
+from slipstream.rollout.rewards.judge_prompt import columns_needed, fill, question_of
 from slipstream.rollout.rewards.runner import RewardRunner, check_reward
 from slipstream.rollout.types import Prompt
 
-PROMPT = Prompt(0, (1,), "2 + 2 = {{answer}}", {"answer": "four"})
+PROMPT = Prompt(0, (1,), "<user>", {"answer": "four"}, [{"role": "user", "content": "2 + 2 = {{answer}}"}])
 
 
 @pytest.fixture
@@ -82,34 +80,16 @@ async def test_what_may_pass_is_asked_again_and_counted(template: Path):
         }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("messages", "question"),
-    [
-        ([{"role": "user", "content": "2 + 2?"}], "2 + 2?"),
-        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}],
-         "system: Be brief.\n\nuser: 2 + 2?"),
-        ([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]},
-          {"role": "tool", "content": "4"}],
-         'user: 2 + 2?\n\nassistant: {"id": "a"}\n\ntool: 4'),
-    ],
-)  # fmt: skip
-async def test_a_judge_gets_the_words_of_a_chat_without_the_marks_of_the_policys_template(
-    template: Path, messages: list[dict[str, Any]], question: str
-):
-    prompt = Prompt(0, (1,), "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n", {"answer": "4"}, messages)
-    async with judging(template) as (server, runner):
-        assert await reward_runs.rewards_of(runner, prompt, "good") == [0.7]
-    (asked,) = server.bodies[0]["messages"]
-    assert asked["content"] == f"Is {{response}} right? {question} is 4: <<good>>"
-
-
-async def test_a_judge_that_asks_for_patience_is_left_alone_by_all_samples(template: Path, caplog):
-    """After one answer that names an hour, no other request leaves: each says at once that there is no time for it."""
-    async with judging(template, options={"timeout_s": 60}) as (server, runner):
-        assert await rewards_of(runner, "busy for an hour") == [None]
-        assert await rewards_of(runner, "good", "fine") == [None, None]
-        assert server.asked == {"busy for an hour": 1}
-    assert "no request may leave before reward.timeout_s is over" in caplog.text
+def test_a_judge_gets_the_words_of_a_chat_without_the_marks_of_the_policys_template():
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+    for messages, question in (
+        (None, "<user>2 + 2?"),
+        ([user], "2 + 2?"),
+        ([system, user], "system: Be brief.\n\nuser: 2 + 2?"),
+        ([user, call, {"role": "tool", "content": "4"}], 'user: 2 + 2?\n\nassistant: {"id": "a"}\n\ntool: 4'),
+    ):
+        assert question_of(Prompt(0, (1,), "<user>2 + 2?", {}, messages)) == question
 
 
 async def test_equal_questions_are_asked_once_and_remembered_by_later_runs(template: Path, tmp_path: Path):
@@ -125,19 +105,6 @@ async def test_equal_questions_are_asked_once_and_remembered_by_later_runs(templ
     async with running(RewardConfig(kind="judge", judge=section)) as later:  # nobody listens there any more
         assert await rewards_of(later, "slow", "slow #2") == [0.7] * 2
         assert later.take_counts() == {"judge_cached": 2}
-
-
-async def test_the_cache_is_in_the_run_folder_unless_told_otherwise(template: Path, tmp_path: Path):
-    async with judging(template, log_path=tmp_path / "rewards.log") as (_, runner):
-        assert await rewards_of(runner, "good") == [0.7]
-        assert (tmp_path / "judge_cache.sqlite").stat().st_size > 0
-
-
-async def test_no_more_requests_at_once_than_allowed(template: Path):
-    texts = [f"slow #{number}" for number in range(12)]
-    async with judging(template, options={"max_concurrent": 3}) as (server, runner):
-        assert await rewards_of(runner, *texts) == [0.7] * 12
-        assert server.num_most <= 3
 
 
 def test_turns_are_even_and_rest_while_the_judge_asks_for_patience():
@@ -186,6 +153,8 @@ async def test_no_verdict_says_why_and_asks_again_only_where_that_may_help(templ
             with counted() as counts, pytest.raises((NoAnswer, NoVerdict), match=re.escape(told)):
                 await judge.judge("p", text, {"answer": "b"})
             assert server.asked[text] == counts["requests"] == (2 if "in 2 tries" in told else 1), text
+        with pytest.raises(NoAnswer, match=r"no request may leave before reward\.timeout_s is over"):
+            await patient.judge("p", "good", {"answer": "b"})  # it was busy for an hour
         for judge in (patient, hasty):
             await judge._client.close()
 
@@ -258,13 +227,6 @@ async def test_equal_questions_are_asked_one_after_the_other_also_where_none_get
     assert not judge._asking, "nothing is kept of what nobody asks any more"
 
 
-async def test_a_rate_delays_requests_and_loses_none(template: Path):
-    texts = [f"good #{number}" for number in range(5)]
-    options = {"max_concurrent": 8, "timeout_s": 60}
-    async with judging(template, options=options, requests_per_minute=1200) as (_, runner):
-        assert await rewards_of(runner, *texts) == [0.7] * 5
-
-
 async def test_the_key_is_sent_and_written_nowhere(template: Path, tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setenv("MY_JUDGE_KEY", "sesame")
     log = tmp_path / "run" / "rewards.log"
@@ -279,7 +241,7 @@ async def test_the_key_is_sent_and_written_nowhere(template: Path, tmp_path: Pat
 
 
 def test_what_fills_a_place_is_not_read_again():
-    filled = fill("{{prompt}}|{{response}}|{{note}}", "{{note}}", "{{prompt}}", {"note": 3})
+    filled = fill("{{prompt}}|{{response}}|{{note}}", "{{note}}", "{{prompt}}", {"note": 3, "response": "a column"})
     assert filled == "{{note}}|{{prompt}}|3"
 
 
@@ -290,48 +252,15 @@ def test_columns_of_a_prompt_file_are_needed(template: Path):
     assert columns_needed(config, "reward") == [("judge.prompt_file", "answer")]
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("3", 3.0),
-        ("0", 0.0),
-        ("1.5", 1.5),
-        ("-3", 0.0),
-        ("soon", 0.0),
-        ("", 0.0),
-        ("Tue, 1 Jan 2019 00:00:00 GMT", 0.0),
-    ],
-)
-def test_retry_after_has_seconds(value: str, expected: float):
-    assert retry_after_s(httpx.Headers({"retry-after": value})) == expected
-
-
-def test_retry_after_may_be_a_date():
+def test_retry_after_has_seconds_or_a_date():
+    past = "Tue, 1 Jan 2019 00:00:00 GMT"
+    for value, seconds in {"3": 3.0, "0": 0.0, "1.5": 1.5, "-3": 0.0, "soon": 0.0, "": 0.0, past: 0.0}.items():
+        assert retry_after_s(httpx.Headers({"retry-after": value})) == seconds, value
     later = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
     assert 3500 < retry_after_s(httpx.Headers({"retry-after": later})) <= 3600
     by_a_clock_of_its_own = {"date": "Wed, 01 Jan 2070 00:00:00 GMT", "retry-after": "Wed, 01 Jan 2070 00:00:20 GMT"}
     assert retry_after_s(httpx.Headers(by_a_clock_of_its_own)) == 20
     assert retry_after_s(httpx.Headers()) == 0.0
-
-
-GIVEN = ["experiment=quickstart", "reward=judge", "reward.judge.base_url=http://localhost/v1", "reward.judge.model=m"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (GIVEN[:2], r"reward\.judge\.base_url must be the address of an OpenAI endpoint, .*, got ''"),
-        (GIVEN[:3], r"reward\.judge\.model must be the name of a model at http://localhost/v1, got nothing"),
-        ([*GIVEN, "reward.judge.base_url=localhost:8000"], r"reward\.judge\.base_url must be .*, got 'localhost:8000'"),
-        ([*GIVEN, "reward.judge.scale=[10,10]"], r"reward\.judge\.scale must be two numbers.*got \[10"),
-        ([*GIVEN, "reward.judge.requests_per_minute=20"], r"lets the last of .* wait 192 s, and reward\.timeout"),
-        (["experiment=quickstart", "reward.judge.model=m"], r"reward\.judge\.model has no effect with reward\.kind="),
-        (["experiment=quickstart", "reward.parts.a.kind=judge"], r"reward\.parts\.a\.judge\.base_url must be"),
-    ],
-)
-def test_wrong_options_are_refused(words: list[str], message: str):
-    with pytest.raises(ConfigError, match=message):
-        load_run_config(words)
 
 
 @pytest.mark.parametrize(

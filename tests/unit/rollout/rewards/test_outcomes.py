@@ -14,21 +14,23 @@ import torch
 from slipstream.conf.schema import CodeConfig
 from slipstream.rollout.rewards import code_tests
 from slipstream.rollout.rewards.counting import count, counted
-from slipstream.rollout.rewards.function import Reward
-from slipstream.rollout.rewards.outcomes import (
+from slipstream.rollout.rewards.function import Form, Reward
+from slipstream.rollout.rewards.reward_pool import TOLD, Answer, read_answer
+from slipstream.rollout.rewards.reward_process import _judge, _judge_soon
+from slipstream.rollout.sandbox.sandbox import Limits
+from slipstream.rollout.user_processes.outcomes import (
     MAX_ANSWER,
+    MAX_FRAMES,
+    MAX_PART,
     NOT_A_NUMBER,
     RAISED,
     SCORE,
     TIMEOUT,
-    Answer,
     Outcome,
-    failed,
-    read_answer,
+    raised,
+    read_outcome,
     shortened,
 )
-from slipstream.rollout.rewards.reward_process import _judge, _judge_soon
-from slipstream.rollout.sandbox.sandbox import Limits
 
 OUTCOMES = [
     Outcome(SCORE, 0.5),
@@ -43,7 +45,6 @@ def test_outcomes_arrive_as_they_were_said_and_one_may_be_of_all_responses() -> 
     said = [one.as_message for one in OUTCOMES]
     assert read_answer([said, {"requests": 2}], len(said)) == Answer(OUTCOMES, {"requests": 2})
     assert read_answer([said[:1], {}], 3) == Answer(OUTCOMES[:1] * 3, {}) == Answer([Outcome(SCORE, 0.5)] * 3, {})
-    assert failed("died", "why", 2) == Answer([Outcome("died", report="why")] * 2, {})
 
 
 @pytest.mark.parametrize(
@@ -52,14 +53,14 @@ def test_outcomes_arrive_as_they_were_said_and_one_may_be_of_all_responses() -> 
         [[["score", 0.5], ["score", 0.5]], {}],  # of three responses
         [[["score", 0.5]] * 4, {}],
         [[], {}],
-        *([[["score", value, *answer]] * 3, {}] for value in (math.nan, math.inf, -math.inf) for answer in ([], ["a"])),
+        *([[["score", value, *answer]] * 3, {}] for value in (math.nan, math.inf, None) for answer in ([], ["a"])),
         [[["score", 1]] * 3, {}],
         [[["score", 0.5, "a" * (MAX_ANSWER + 1)]] * 3, {}],
         [[["score", 0.5, 7]] * 3, {}],
         [[["score", 0.5], ["score", 0.5], ["died", "r", "p"]], {}],
         [[["raised", "r"]], {}],
         [[["raised", "r", "p", "more"]], {}],
-        [[["score", 0.5]], {"requests": "2"}],
+        *([[["score", 0.5]], {"requests": count}] for count in ("2", None, 10**400, float("inf"))),
         [[["score", 0.5]]],
         [[["score", 0.5]], {}, 0],
         "score",
@@ -69,6 +70,37 @@ def test_what_is_no_answer_about_so_many_responses_is_none(message: Any) -> None
     assert read_answer(message, 3) is None
     whole = [[["score", 0.5, "a" * MAX_ANSWER]], {}]
     assert read_answer(whole, 3) is not None
+    assert read_outcome(["raised", "r", "p"], TOLD) and read_outcome(["nothing", "", ""], TOLD) is None
+    assert read_outcome(["nothing", "", ""], ("nothing",)) == Outcome("nothing")
+
+
+def deep(depth: int, text: str) -> None:
+    if not depth:
+        raise LookupError(text)
+    deeper(depth - 1, text)
+
+
+def deeper(depth: int, text: str) -> None:
+    """Two functions in turns: lines that repeat would be told once."""
+    deep(depth, text)
+
+
+def failed(depth: int, text: str) -> Outcome:
+    try:
+        deep(depth, text)
+    except LookupError as error:
+        return raised(error)
+    raise AssertionError
+
+
+def test_a_report_is_the_end_of_a_traceback_and_its_place_has_no_word_of_the_response() -> None:
+    plain, long, many = failed(0, "no such row"), failed(2, "y" * MAX_PART), failed(MAX_FRAMES * 3, "deep down")
+    assert plain.report.startswith("Traceback") and plain.report.endswith("LookupError: no such row\n")
+    assert {one.place for one in (plain, long)} == {f"LookupError {__file__}:{deep.__code__.co_firstlineno + 2}"}
+    assert long.report.endswith(f"... ({len('LookupError: ') + MAX_PART + 1} characters)\n")
+    assert len(long.report.splitlines()[-1]) < MAX_PART + 40
+    assert many.report.count("File ") < MAX_FRAMES and "Traceback" not in many.report
+    assert many.report.endswith("deep down\n") and raised(ValueError("x")).place == "ValueError nowhere"
 
 
 def test_a_long_answer_is_its_beginning_and_a_hash() -> None:
@@ -97,8 +129,8 @@ def answered(function: Any, *responses: str, is_of_group: bool = False, timeout_
         await asyncio.sleep(0)
         return function(*arguments)
 
-    plain = _judge(Reward(function, False, is_of_group, ""), "p", responses, {"a": 1})
-    awaited = asyncio.run(_judge_soon(Reward(soon, True, is_of_group, ""), timeout_s, "p", responses, {"a": 1}))
+    plain = _judge(Reward(function, Form(False, is_of_group)), "p", responses, {"a": 1})
+    awaited = asyncio.run(_judge_soon(Reward(soon, Form(True, is_of_group)), timeout_s, "p", responses, {"a": 1}))
     first, second = (read_answer(said, len(responses)) for said in (plain, awaited))
     assert values(first) == values(second)
     return first
@@ -162,7 +194,7 @@ async def test_a_coroutine_that_takes_too_long_is_late_and_one_that_times_out_it
         return 1.0
 
     late, own = [
-        read_answer(await _judge_soon(Reward(one, True, False, ""), 0.05, "p", ["a"], {}), 1)
+        read_answer(await _judge_soon(Reward(one, Form(True, False)), 0.05, "p", ["a"], {}), 1)
         for one in (hangs, AsyncMock(side_effect=TimeoutError("of its own")))
     ]
     assert late is not None and late.outcomes == [

@@ -1,15 +1,12 @@
-"""Rewards: whatever a user's function does costs one sample; one that cannot run is refused before a run starts."""
+"""Rewards in processes of their own: whatever a user's function does costs one sample; who judges at the same time."""
 
+import asyncio
 import hashlib
 import logging
-import os
-import signal
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
-from fakes.reward_runs import rewards_of, running
+from fakes.reward_runs import rewards_of, rollouts, running
 
 from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
@@ -18,51 +15,63 @@ from slipstream.rollout.rewards.runner import check_reward
 from slipstream.rollout.types import Prompt
 
 REWARDS = """
-    import os, sys, time
+import asyncio, os, sys, time
 
-    def length(prompt, response, fields):
-        return len(response)
+def behave(prompt, response, fields):
+    if response == "raise":
+        raise KeyError("no such thing")
+    if response.startswith("cannot parse"):
+        raise ValueError(response + "\\nin " + prompt)
+    if response == "hang":
+        time.sleep(600)
+    if response == "exit":
+        os._exit(3)
+    if response == "sys.exit":
+        sys.exit(4)
+    if response == "close":
+        os.closerange(3, 4096)
+        time.sleep(60)
+    if response == "print":
+        print("x" * (1 << 22))
+        print("y" * (1 << 22), file=sys.stderr)
+    return {"string": "1.0", "nan": float("nan")}.get(response, 0.5)
 
-    def behave(prompt, response, fields):
-        if response == "raise":
-            raise KeyError("no such thing")
-        if response.startswith("cannot parse"):
-            raise ValueError(response + "\\nin " + prompt)
-        if response == "hang":
-            time.sleep(600)
-        if response == "exit":
-            os._exit(3)
-        if response == "sys.exit":
-            sys.exit(4)
-        if response == "close":
-            os.closerange(3, 4096)
-            time.sleep(60)
-        if response == "pid":
-            return os.getpid()
-        if response == "string":
-            return "1.0"
-        if response == "nan":
-            return float("nan")
-        if response == "print":
-            print("x" * (1 << 22))
-            print("y" * (1 << 22), file=sys.stderr)
-        return 0.5
+def with_answers(prompt, responses, fields):
+    assert fields["finish_reason"] == ["stop"] * len(responses)
+    return [(1, "\u6f22" * 300) for _ in responses]
 
-    not_callable = 3
+class Barrier:
+    waiting = most = 0
+    opened = asyncio.Event()
+
+async def crowd(prompt, response, fields):
+    "How many are judged at the same time: three at least, and more may come meanwhile."
+    if response == "raise":
+        raise KeyError
+    Barrier.waiting += 1
+    Barrier.most = max(Barrier.most, Barrier.waiting)
+    if Barrier.waiting == 3:
+        Barrier.opened.set()
+    await Barrier.opened.wait()
+    await asyncio.sleep(0.05)
+    Barrier.waiting -= 1
+    return Barrier.most
+
+def meet(prompt, response, fields):
+    "Answers when another process is in here as well."
+    folder = os.path.dirname(__file__)
+    open(os.path.join(folder, f"here-{os.getpid()}"), "w").close()
+    while len([name for name in os.listdir(folder) if name.startswith("here-")]) < 2:
+        time.sleep(0.01)
+    return len(response)
 """
+PROMPT = Prompt(0, (1,), "p", {"answer": "a"})
 
 
 @pytest.fixture
-def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A user's module on the path of reward processes."""
-    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
-    (tmp_path / "broken_rewards.py").write_text("import no_such_package_at_all\n")
-    (tmp_path / "of_a_package.py").write_text("from .others import f\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    return "user_rewards"
-
-
-PROMPT = Prompt(0, (1,), "p", {"answer": "a"})
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "user_rewards.py").write_text(REWARDS)
+    return tmp_path / "user_rewards.py"
 
 
 @pytest.mark.parametrize(("response", "expected"), [("a", 1.0), (" a\n", 1.0), ("A", 0.0), ("ab", 0.0), ("", 0.0)])
@@ -84,9 +93,9 @@ async def test_the_reward_none_asks_for_no_column_and_is_0_for_every_response():
         assert await rewards_of(runner, Prompt(0, (1,), "p"), "a", "") == [0.0, 0.0]
 
 
-async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, caplog, tmp_path):
+async def test_each_failure_costs_one_sample_and_is_counted(file, caplog, tmp_path):
     log = tmp_path / "rewards.log"
-    async with running(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0), log_path=log) as runner:
+    async with running(RewardConfig(kind=f"{file}:behave", timeout_s=5.0), log_path=log) as runner:
         texts = ["ok", "raise", "hang", "exit", "sys.exit", "string", "nan", "print", "raise", "ok"]
         with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
             caplog.clear()
@@ -98,30 +107,39 @@ async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, capl
         assert any("exit status 3" in record.message for record in caplog.records)
         caplog.clear()
         assert await rewards_of(runner, PROMPT, "ok", "cannot parse 1", "cannot parse 2") == [0.5, None, None]
-        assert ["ValueError" in one.message for one in caplog.records] == [True], (
-            "whatever it quotes, it is of one kind"
-        )
+        said = ["ValueError" in one.message for one in caplog.records]
+        assert said == [True], "whatever it quotes, it is of one kind"
         # a place is held for seconds at most
         assert await rewards_of(runner, PROMPT, "close", "ok") == [None, 0.5]
         assert "close no descriptor that you did not open" in caplog.text
     assert log.stat().st_size > 1 << 22, "what rewards print"
 
 
-def wait_until_stopped(pid: int) -> None:
-    while b") T " not in Path(f"/proc/{pid}/stat").read_bytes():
-        time.sleep(0.01)
+async def test_answers_of_a_large_group_have_room(file: Path):
+    """Each is cut to 200 characters of three bytes."""
+    async with running(RewardConfig(kind=f"{file}:with_answers")) as runner:
+        assert await rewards_of(runner, PROMPT, *["a"] * 1024) == [1.0] * 1024
 
 
-async def test_a_process_that_reads_nothing_is_replaced_when_its_time_is_up(rewards_module, caplog):
-    """A sample larger than what a socket buffers is written no further than its reader reads."""
-    large = Prompt(1, (1,), "p", {"answer": "x" * (1 << 21)})
-    async with running(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0)) as runner:
-        (pid,) = await rewards_of(runner, large, "pid")
-        assert pid is not None
-        os.kill(int(pid), signal.SIGSTOP)
-        wait_until_stopped(int(pid))
-        assert await rewards_of(runner, large, "ok", "ok") == [None, 0.5]
-        assert "read no question within reward.timeout_s=5 seconds" in caplog.text
+async def test_max_concurrent_bounds_the_coroutines_of_one_process_and_one_that_raises_costs_itself(file: Path):
+    async with running(RewardConfig(kind=f"{file}:crowd", max_concurrent=3, timeout_s=60)) as runner:
+        raised, *judged = await rewards_of(runner, PROMPT, "raise", *"abcdefghij")
+        assert raised is None and max(reward or 0.0 for reward in judged) == 3
+
+
+async def test_processes_judge_at_the_same_time_and_keep_the_order(file: Path):
+    async with running(RewardConfig(kind=f"{file}:meet", num_processes=2, timeout_s=60)) as runner:
+        assert await rewards_of(runner, PROMPT, "a", "bb", "", "ccc") == [1.0, 2.0, 0.0, 3.0]
+
+
+async def test_a_waiter_that_is_cancelled_does_not_free_the_place_of_its_sample(file: Path):
+    async with running(RewardConfig(kind=f"{file}:behave")) as runner:
+        call = asyncio.create_task(runner.score_group(PROMPT, rollouts(*["a"] * 20)))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await rewards_of(runner, PROMPT, "bb", "raise") == [0.5, None]
 
 
 @pytest.mark.parametrize("answer", [None, True, [1], {"a": 1}, float("nan")])
@@ -133,35 +151,11 @@ def test_the_text_of_what_is_no_answer_is_not_compared_with(kind, answer):
         reward("p", str(answer), {"answer": answer})
 
 
-async def test_several_processes_keep_the_order_of_rollouts(rewards_module):
-    async with running(RewardConfig(kind=f"{rewards_module}:length", num_processes=2)) as runner:
-        texts = ["x" * (i % 7) for i in range(40)]
-        rewards = await rewards_of(runner, PROMPT, *texts)
-        assert rewards == [float(len(text)) for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"kind": "no_such_module:f"},
-            "importing 'no_such_module' failed: ModuleNotFoundError.*put that folder on PYTHONPATH",
-        ),
-        ({"kind": "no/such/file.py:f"}, r"reward\.kind=no/such/file\.py:f: there is no file /.*/no/such/file\.py"),
-        ({"kind": "FOLDER/broken_rewards.py:f"}, "importing .*no_such_package_at_all"),
-        (
-            {"kind": "FOLDER/of_a_package.py:f"},
-            r"relative import.*; name its package: reward\.kind=\S+\.of_a_package:f, in /",
-        ),
-        ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
-        ({"kind": "regex", "pattern": "("}, r"reward\.pattern='\(' is not a regular expression"),
-        ({"kind": "regex", "pattern": "a"}, "has no group"),
-    ],
-)
-def test_a_reward_that_cannot_run_is_refused_before_the_run(rewards_module, tmp_path, config, message):
-    config["kind"] = config["kind"].replace("FOLDER", str(tmp_path))
-    with pytest.raises(RewardError, match=message):
-        check_reward(RewardConfig(**config))
+def test_a_reward_that_cannot_run_is_refused_before_the_run(tmp_path):
+    (tmp_path / "of_a_package.py").write_text("from .others import f\n")
+    told = r"^reward\.kind=.*relative import.*; name its package: reward\.kind=\S+\.of_a_package:f, in /"
+    with pytest.raises(RewardError, match=told):
+        check_reward(RewardConfig(kind=f"{tmp_path}/of_a_package.py:f"))
 
 
 ASK_MESSAGES = """
@@ -182,7 +176,6 @@ async def test_a_function_that_asks_for_messages_is_given_those_of_the_chat(tmp_
         assert await rewards_of(runner, Prompt(0, (1,), "text", {}), "a") == [0.5]
 
 
-NEIGHBOUR = "WORTH = 0.25\n"
 IN_A_FILE = """
 import neighbour
 
@@ -196,12 +189,14 @@ async def test_a_reward_in_a_file_works_from_any_folder_and_its_source_is_kept(t
     folder.mkdir()
     elsewhere.mkdir()
     (folder / "json.py").write_text(IN_A_FILE)  # the name of an installed module, which stays what it is
-    (folder / "neighbour.py").write_text(NEIGHBOUR)
+    (folder / "neighbour.py").write_text("WORTH = 0.25\n")
     digest = hashlib.sha256(IN_A_FILE.encode()).hexdigest()
     for start, path in ((elsewhere, folder / "json.py"), (folder, Path("json.py")), (tmp_path, Path("mine/json.py"))):
         monkeypatch.chdir(start)
         caplog.set_level(logging.INFO, "slipstream.conf.functions")
-        async with running(RewardConfig(kind=f"{path}:score"), log_path=tmp_path / "rewards.log") as runner:
+        parts = {"own": {"kind": f"{path}:score"}, "right": {"weight": 0.0}}
+        async with running(RewardConfig(parts=parts), log_path=tmp_path / "rewards.log") as runner:
             assert await rewards_of(runner, PROMPT, "a") == [0.25]
-        assert (tmp_path / "reward_source.py").read_text() == IN_A_FILE
+        kept = {one.name: one.read_text() for one in tmp_path.glob("reward_source*")}
+        assert kept == {"reward_source_own.py": IN_A_FILE}
         assert f"{folder / 'json.py'}, sha256 {digest}" in caplog.text

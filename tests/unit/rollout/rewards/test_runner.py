@@ -12,11 +12,12 @@ import pytest
 from slipstream.conf.schema import JudgeConfig, RewardConfig
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards import reward_pool
-from slipstream.rollout.rewards.outcomes import RAISED, SCORE, Answer, Outcome
-from slipstream.rollout.rewards.reward_pool import LATE_S, Ready, RewardPool, reward_environment
+from slipstream.rollout.rewards.function import Form
+from slipstream.rollout.rewards.reward_pool import LATE_S, Answer, RewardPool, reward_environment
 from slipstream.rollout.rewards.runner import RewardRunner
 from slipstream.rollout.types import Judgement, Prompt, Rollout
-from slipstream.rollout.user_processes.user_process import DIED, TIMEOUT, Lost
+from slipstream.rollout.user_processes.outcomes import DIED, RAISED, SCORE, TIMEOUT, Outcome
+from slipstream.rollout.user_processes.user_process import Lost
 
 PROMPT = Prompt(7, (1,), "p", {"answer": "a"})
 
@@ -26,7 +27,7 @@ class Pool:
 
     def __init__(self, *outcomes: Outcome, is_of_group: bool = False) -> None:
         self.left, self.asked = list(outcomes), []
-        self.ready = Ready(False, is_of_group, "")
+        self.form = Form(False, is_of_group)
 
     async def judge(self, prompt: str, responses: Any, fields: Any, messages: Any = None) -> Answer:
         self.asked.append((prompt, list(responses), dict(fields)))
@@ -37,7 +38,7 @@ def runner_of(config: RewardConfig, max_response_tokens: int = 0, **pools: Pool)
     runner = RewardRunner(config, max_response_tokens=max_response_tokens)
     assert runner._pools.keys() == pools.keys()
     runner._pools = pools  # pyright: ignore[reportAttributeAccessIssue]
-    runner._ready = {name: pool.ready for name, pool in pools.items()}
+    runner._forms = {name: pool.form for name, pool in pools.items()}
     return runner
 
 
@@ -132,7 +133,7 @@ async def test_what_a_reward_is_decides_how_long_and_how_many_at_once(
     monkeypatch.setattr(reward_pool, "UserPool", Processes)
     config = RewardConfig(timeout_s=5.0, max_concurrent=9, num_processes=3)
     pool = RewardPool("reward", config, tmp_path / "rewards.log")
-    assert await pool.start() == Ready(is_async, True, "a.py")
+    assert await pool.start() == Form(is_async, True, "a.py")
     ((processes, program),) = ((one, one.program) for one in made)
     assert (processes.num_processes, processes.at_once, pool._limit_s) == (3, at_once, limit_s)
     assert (program.option, program.log_path) == ("reward.kind=exact_match", tmp_path / "rewards.log")

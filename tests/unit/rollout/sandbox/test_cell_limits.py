@@ -119,10 +119,6 @@ def test_shared_memory_and_files_in_memory_count(hoard: str):
     assert ended is None or ended.limit == "memory" or b"No space left on device" in ended.stderr
 
 
-def test_where_memory_is_short_the_program_goes_first():
-    assert found("print(int(open('/proc/self/oom_score_adj').read()))") in (1000, None)
-
-
 def test_disk_is_bounded_and_nothing_but_tmp_can_be_written():
     outcomes = found(
         """
@@ -156,16 +152,10 @@ def test_disk_is_bounded_and_nothing_but_tmp_can_be_written():
         assert set(outcomes.values()) <= {"Read-only file system", "Permission denied"}, outcomes
 
 
-def test_endless_output_is_cut_and_ends_the_program():
-    ended = attack("while True: print('x' * (1 << 16))", output_bytes=1 << 20)
-    if ended is not None:
-        assert ended.limit == "output"
-        assert len(ended.stdout) == 1 << 20
-
-
-def test_a_gigabyte_on_standard_error_is_cut_as_well():
-    ended = attack("import sys\nfor _ in range(1 << 14): sys.stderr.write('x' * (1 << 16))", output_bytes=1 << 16)
-    assert ended is None or (ended.limit, len(ended.stderr)) == ("output", 1 << 16)
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_endless_output_is_cut_and_ends_the_program(stream: str):
+    ended = attack(f"import sys\nwhile True: sys.{stream}.write('x' * (1 << 16))", output_bytes=1 << 20)
+    assert ended is None or (ended.limit, len(getattr(ended, stream))) == ("output", 1 << 20)
 
 
 def test_output_held_open_by_a_daemon_does_not_prolong_the_program():

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.agents.agent_pool import Outcome, agent_pool, run_episode
-from slipstream.rollout.agents.failures import DIED
+from slipstream.rollout.agents.agent_pool import agent_pool, run_episode
 from slipstream.rollout.errors import AgentError
-from slipstream.rollout.rewards.outcomes import read_answer
 from slipstream.rollout.user_processes.keeper import copy
+from slipstream.rollout.user_processes.outcomes import DIED, SCORE, TIMEOUT, Outcome
 from slipstream.rollout.user_processes.pool import UserPool, _Place, user_environment
-from slipstream.rollout.user_processes.user_process import TIMEOUT, Lost
+from slipstream.rollout.user_processes.user_process import Lost
 
 AGENT = """
 import asyncio
@@ -61,7 +60,7 @@ async def test_a_cancelled_question_is_cancelled_in_the_process_which_goes_on(tm
         await until(tmp_path / "diary", "begun")
         late.cancel()
         await until(tmp_path / "diary", "cancelled")
-        assert await other == Outcome(reward=0.5)
+        assert await other == Outcome(SCORE, 0.5)
         assert late.cancelled()
 
 
@@ -70,7 +69,7 @@ async def test_what_is_asked_when_the_pool_is_closed_cleans_up(tmp_path: Path) -
         task = {"seconds": 600, "diary": str(tmp_path / "diary")}
         asked = asyncio.create_task(run_episode(pool, task, "", ""))
         await until(tmp_path / "diary", "begun")
-    assert (await asked).failure == DIED
+    assert (await asked).kind == DIED
     assert is_in(tmp_path / "diary", "cancelled")
 
 
@@ -83,7 +82,7 @@ async def test_an_answer_that_comes_with_the_deadline_is_late(tmp_path: Path) ->
         with pytest.raises(Lost) as lost:
             await asked
         assert lost.value.kind == TIMEOUT
-        assert await run_episode(pool, {"seconds": 0}, "", "") == Outcome(reward=0.5)
+        assert await run_episode(pool, {"seconds": 0}, "", "") == Outcome(SCORE, 0.5)
 
 
 async def test_a_process_that_is_up_when_the_pool_is_closed_ends(tmp_path: Path) -> None:
@@ -126,8 +125,3 @@ def test_a_log_takes_what_there_is_room_for(tmp_path: Path) -> None:
     assert (tmp_path / "small").read_bytes() == b"abc\n[cut here: this file has reached its 3 bytes]\n"
     os.close(theirs)
     assert not copy(source, small, 3), "the end"
-
-
-@pytest.mark.parametrize("count", [10**400, -(10**400), float("inf"), "1", None])
-def test_counts_that_are_no_numbers_are_no_answer(count: object) -> None:
-    assert read_answer([[["score", 1.0]], {"judge/calls": count}], 1) is None

@@ -14,7 +14,7 @@ import pytest
 from slipstream.conf.errors import ConfigError
 from slipstream.rollout.channel import Channel, Disconnected
 from slipstream.rollout.user_processes import serve as serve_module
-from slipstream.rollout.user_processes.serve import MAX_FRAMES, MAX_PART, MAX_REASON, _serve, report_of
+from slipstream.rollout.user_processes.serve import MAX_REASON, _serve
 
 
 @asynccontextmanager
@@ -103,35 +103,3 @@ async def test_its_event_loop_says_that_it_turns_where_that_is_asked_for(monkeyp
         while (said := await channel.receive()) == [0]:
             pass
         assert said == [1, "a"]
-
-
-def deep(depth: int, text: str) -> None:
-    if not depth:
-        raise LookupError(text)
-    deeper(depth - 1, text)
-
-
-def deeper(depth: int, text: str) -> None:
-    """Two functions in turns: lines that repeat would be told once."""
-    deep(depth, text)
-
-
-def failed(depth: int, text: str) -> tuple[str, str]:
-    try:
-        deep(depth, text)
-    except LookupError as error:
-        return report_of(error)
-    raise AssertionError
-
-
-def test_a_report_is_the_end_of_a_traceback_and_its_place_has_no_word_of_the_response() -> None:
-    report, place = failed(0, "no such row")
-    assert report.startswith("Traceback") and report.endswith("LookupError: no such row\n")
-    line = deep.__code__.co_firstlineno + 2
-    assert place == f"LookupError {__file__}:{line}"
-    report, place = failed(2, "y" * MAX_PART)
-    assert report.endswith(f"... ({len('LookupError: ') + MAX_PART + 1} characters)\n")
-    assert len(report.splitlines()[-1]) < MAX_PART + 40 and place == f"LookupError {__file__}:{line}"
-    many, _ = failed(MAX_FRAMES * 3, "deep down")
-    assert many.count("File ") < MAX_FRAMES and "Traceback" not in many and many.endswith("deep down\n")
-    assert report_of(ValueError("nowhere"))[1] == "ValueError nowhere"

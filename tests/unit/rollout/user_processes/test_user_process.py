@@ -11,7 +11,8 @@ import pytest
 from slipstream.conf.errors import ConfigError
 from slipstream.rollout.channel import Channel
 from slipstream.rollout.user_processes import user_process
-from slipstream.rollout.user_processes.user_process import BLOCKED, DIED, GARBLED, TIMEOUT, Lost, Program, UserProcess
+from slipstream.rollout.user_processes.outcomes import BLOCKED, DIED, GARBLED, TIMEOUT
+from slipstream.rollout.user_processes.user_process import Lost, Program, UserProcess
 
 
 class Played:
@@ -122,6 +123,12 @@ async def test_a_question_that_takes_too_long_ends_the_process_of_the_others(wor
     assert await world.lost(other) == OTHERS
     await ending
     assert world.played.ended_at_once == [True]
+
+
+async def test_a_question_that_a_process_does_not_read_is_late_and_says_so(world: World) -> None:
+    """It is larger than what a socket buffers, and written no further than its reader reads."""
+    late = await world.lost(world.ask("x" * (1 << 24), timeout_s=0.2))
+    assert late == (TIMEOUT, "the reward process read no question within an hour")
 
 
 @pytest.mark.parametrize(
