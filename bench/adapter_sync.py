@@ -44,7 +44,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.sync.adapter_engine import run_engine  # noqa: E402
 from bench.sync.trainer_process import KEY, draw_adapters, measure_wire, wait  # noqa: E402
@@ -231,8 +231,7 @@ def ratios(phases: dict[str, Any]) -> dict[str, float]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"))
     add_shape_options(parser, rank=32)
     parser.add_argument("--slots", type=int, default=8, help="of the engine; requests hold theirs to their end")
@@ -246,15 +245,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--beside-s", type=float, default=15.0, help="of every other phase")
     parser.add_argument("--every-s", type=float, default=1.0, help="from one publish to the next")
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument(
-        "--out", type=Path, help="where the JSON goes; default bench/results/adapter_sync-<device>.json"
-    )
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure and print."""
     args = parse()
     facts = environment(args.commit)
     device = args.device or ("cuda" if facts["gpus"] else "cpu")
@@ -285,15 +279,14 @@ def main() -> None:
             "arguments": {name: str(value) for name, value in vars(args).items() if name not in ("out", "commit")},
             **started, **connected, "wire": wire,
         }  # fmt: skip
-        out: Path = args.out or ROOT / "bench" / "results" / f"adapter_sync-{'gpu' if device == 'cuda' else 'cpu'}.json"
-        out.parent.mkdir(parents=True, exist_ok=True)
+        out: Path = args.out or RESULTS / f"adapter_sync-{'gpu' if device == 'cuda' else 'cpu'}.json"
 
         def keep(phases: dict[str, Any], reports: list[Any]) -> None:  # what comes after may fail
             is_partial = len(phases) < len(PHASES)
             report.update(is_partial=is_partial, phases=phases, reports=reports)
             if not is_partial:
                 report["ratios"] = ratios(phases)
-            out.write_text(json.dumps(report, indent=2) + "\n")
+            write_report(out, report)
 
         measure(trainer, pipe, args, keep)
         show(report)

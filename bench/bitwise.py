@@ -65,7 +65,6 @@ class Response:
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
-    """config.json of the model."""
     config = model_config(args)
     if args.family == "qwen3":
         config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -74,7 +73,6 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def lora_of(args: argparse.Namespace) -> LoraConfig:
-    """Section trainer.lora."""
     return LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
 
 
@@ -282,7 +280,6 @@ class TrainerHere:
         )
 
     def step(self) -> None:
-        """Update the adapters."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -318,7 +315,6 @@ def prompts_of(args: argparse.Namespace, draw: random.Random, count: int) -> lis
 
 
 def run(args: argparse.Namespace, device: Device, folder: Path) -> dict[str, Any]:
-    """All steps."""
     draw = random.Random(args.seed)
     engine, trainer = EngineHere(args, folder, device), TrainerHere(args, device)
     steps = []
@@ -372,7 +368,6 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Device]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--mode", choices=("bitwise", "default"), default="bitwise")

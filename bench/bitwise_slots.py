@@ -70,7 +70,6 @@ class SlotsHere:
 
     @property
     def adapter(self) -> Adapter:
-        """The newest version."""
         return Adapter(self._version % NUM_SLOTS, self._version)
 
     def request(self) -> Any:

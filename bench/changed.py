@@ -83,7 +83,6 @@ def sent(source: TrainerWeightSource, names: set[str], dtype: torch.dtype) -> di
 
 
 def compared(before: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, float]:
-    """See the module's docstring."""
     changed, total = Counter[str](), Counter[str]()
     for name, tensor in now.items():
         differs = tensor.view(torch.uint8).ne(before[name].view(torch.uint8)).flatten()  # by byte

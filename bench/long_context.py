@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
 from bench.training.rank_processes import run_ranks  # noqa: E402
 from bench.training.rows import Ours, Place  # noqa: E402
@@ -144,8 +144,7 @@ def worst_norms(results: dict[int, dict[str, Any]]) -> dict[int, float]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--tokens", nargs="+", type=int, default=[32768, 65536, 131072])
     parser.add_argument("--gpus", default="0,1,2,3", help="that may be used")
@@ -154,8 +153,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
-    parser.add_argument("--out", type=Path, help="default: bench/results/long_context-<device>.json")
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank-index", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -166,7 +163,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the rows."""
     args = parse()
     import torch
 
@@ -174,7 +170,7 @@ def main() -> None:
     if args.size:
         run_rank(args)
         return
-    out = args.out or ROOT / "bench" / "results" / f"long_context-{'gpu' if args.device == 'cuda' else 'cpu'}.json"
+    out = args.out or RESULTS / f"long_context-{'gpu' if args.device == 'cuda' else 'cpu'}.json"
     given = {name: value for name, value in vars(args).items() if name not in ("out", "commit", "rank_index", "size")}
     report = {"environment": environment(args.commit), "arguments": given}
     print(json.dumps(report["environment"]), flush=True)
@@ -186,8 +182,7 @@ def main() -> None:
             found = run_ranks(words, size, gpus, Path(folder, f"{size}.json"), LIMIT_S)
             results[size] = {"rows": {}, "norms": {}} | found
     worst = worst_norms(results)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({**report, "ranks": results, "worst_norms": worst}, indent=1) + "\n")
+    write_report(out, {**report, "ranks": results, "worst_norms": worst})
     print_table(results, args)
     print("largest difference of a gradient's norm from the first row's:", worst)
     if not all(one <= NORM_TOLERANCE for one in worst.values()):

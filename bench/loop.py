@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.loops.lengths import FIXED, LONG_TAILED  # noqa: E402
 from bench.loops.row_process import Job, measure, python_path, sampled_gpus  # noqa: E402
 from bench.parity_shapes import COMMON, QWEN3_8B, QWEN3_30B  # noqa: E402
@@ -101,7 +101,6 @@ PARTS = {
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """config.json."""
     shape, layers = SHAPES[args.shape]
     config = COMMON | shape | (TINY if args.tiny else {})
     architecture = "Qwen3MoeForCausalLM" if config["model_type"] == "qwen3_moe" else "Qwen3ForCausalLM"
@@ -301,8 +300,7 @@ def print_tables(report: Mapping[str, Any]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--rows", nargs="*", choices=("bare", *RUNS, *PEERS), default=["bare", "merged", "adapter"])
@@ -322,8 +320,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], help="further options of every run")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--folder", type=Path, help="keep the model and the runs there")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
     if args.tiny:
         args.shape, args.layers, args.concurrency = "dense-8b", 2, [16, 32]
@@ -351,8 +347,7 @@ def main() -> None:
     report["arguments"] = {name: str(value) for name, value in vars(args).items()}
     print(json.dumps(report["environment"]), flush=True)
     device = "gpu" if report["environment"]["gpus"] else "cpu"
-    out: Path = args.out or ROOT / "bench" / "results" / f"loop-{'tiny' if args.tiny else args.shape}-{device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out: Path = args.out or RESULTS / f"loop-{'tiny' if args.tiny else args.shape}-{device}.json"
     keep_former_rows(report, out)
     with ExitStack() as stack:
         made = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loop-")))
@@ -370,7 +365,7 @@ def main() -> None:
                 report["runs"][row] = measure_peer(args, row, model)
             else:
                 report["runs"][row] = measure_run(args, row, model, made)
-            out.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(out, report)
     print_tables(report)
     print(f"written: {out}")
 

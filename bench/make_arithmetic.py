@@ -119,7 +119,6 @@ def write(task: Task, folder: Path) -> None:
 
 
 def main() -> None:
-    """Write train.jsonl and heldout.jsonl."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="the size for GPUs; options below change single figures")
     parser.add_argument("--out", type=Path, help="folder; default runs/arithmetic, or runs/arithmetic_gpu")

@@ -42,7 +42,6 @@ def make_splits() -> dict[str, list[dict[str, str]]]:
 
 
 def main() -> None:
-    """Write both files."""
     for name, rows in make_splits().items():
         (FOLDER / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
         print(f"{FOLDER / name}: {len(rows)} prompts")

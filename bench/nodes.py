@@ -120,7 +120,6 @@ class Node:
         sys.exit(f"Ray does not start in {self.name}")
 
     def begin(self, command: Sequence[str], **variables: str) -> subprocess.Popen[bytes]:
-        """Start a process there."""
         with (self._folder / "said.txt").open("a") as said:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *command], stdout=said, stderr=said, start_new_session=True,
@@ -264,12 +263,10 @@ def greedy(folder: Path) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def begin_here(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process on this machine."""
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def train(folder: Path, words: Sequence[str], begin: Begin) -> subprocess.Popen[bytes]:
-    """Begin a run."""
     folder.mkdir(exist_ok=True)
     held_out = folder / "held_out.jsonl"
     rows = (ROOT / "conf" / "data" / "letters_heldout.jsonl").read_text().splitlines(keepends=True)
@@ -324,7 +321,6 @@ def measure(folder: Path, out: Path, words: Sequence[str], begin: Begin, harm: C
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by-command", action="store_true", help="`slipstream scale` on this machine, without nodes")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/slipstream-nodes"))

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.parity_row import run_row  # noqa: E402
 from bench.parity_shapes import ROWS  # noqa: E402
 
@@ -76,14 +76,11 @@ def _cell(figures: dict[str, float] | None) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--jobs", type=int, default=3, help="rows that run side by side")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="when rows are ended; what they have is kept")
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
@@ -102,7 +99,7 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = "gpu" if device == "cuda" else "cpu"
-    out: Path = args.out or ROOT / "bench" / "results" / f"parity-{kind}.json"
+    out: Path = args.out or RESULTS / f"parity-{kind}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"environment": environment(args.commit), "tiny": args.tiny, "rows": {}}
     print(json.dumps(report["environment"]), flush=True)
@@ -127,13 +124,13 @@ def main() -> None:
             row: dict[str, Any] = json.loads(part.read_text()) if part.exists() else {"row": name}
             report["rows"][name] = row | ({"failed": f"exit code {code}"} if code else {})
             part.unlink(missing_ok=True)
-            out.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(out, report)
             print(f"{name}: {'failed, ' if code else ''}{row.get('seconds')}", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(run, args.only))
     report["rows"] = {name: report["rows"][name] for name in args.only}
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(out, report)
     print_table(report)
     print(f"written: {out}")
     if any("failed" in row for row in report["rows"].values()):

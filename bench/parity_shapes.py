@@ -82,7 +82,6 @@ class Row:
     """Engine with torch.compile and CUDA graphs, as runs have it; its operations cannot be recorded."""
 
     def config(self, tiny: bool) -> dict[str, Any]:
-        """config.json."""
         small = {name: value for name, value in SMALL.items() if name in self.base} if tiny else {}
         if tiny and self.base["model_type"] == "deepseek_v3":
             small["num_key_value_heads"] = small["num_attention_heads"]

@@ -23,7 +23,6 @@ same commit and model adds its parts there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -41,7 +40,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.random_checkpoint import begin_checkpoint, drop_cache, write_checkpoint  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.sync.engine_process import KEY, EngineSpec, run_engine  # noqa: E402
@@ -65,8 +64,7 @@ class Figures:
     def keep(self, name: str, figure: Any, text: str) -> None:
         """Print and keep one more figure."""
         self.all[name] = figure
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps(self.all, indent=2) + "\n")
+        write_report(self._file, self.all)
         print(f"[{time.monotonic() - BEGAN:6.1f} s]  {text}", flush=True)
 
 
@@ -286,7 +284,7 @@ def measure_memory(folder: Path, config: dict[str, Any], device: str, args: Any,
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add_shape_options(parser, rank=None)
     for name, value in (("publishes", 5), ("watermark-mib", 1024), ("max-model-len", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -297,8 +295,6 @@ def main() -> None:
     parser.add_argument(
         "--serve", nargs="*", default=[], help="further words for vllm serve; with dashes: --serve=--enforce-eager"
     )
-    parser.add_argument("--commit", help="where the tree has no git")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if "publish" in args.parts and "disk" not in args.parts:
         parser.error("--parts publish sends what --parts disk has read; give both")
@@ -307,7 +303,7 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.device_count() else "cpu"
     config = model_config(args)
-    out: Path = args.out or ROOT / "bench" / "results" / f"push-{'gpu' if device == 'cuda' else 'cpu'}.json"
+    out: Path = args.out or RESULTS / f"push-{'gpu' if device == 'cuda' else 'cpu'}.json"
     figures = Figures(out, {"environment": environment(args.commit), "config": config})
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as scratch:
         folder = args.folder or Path(scratch) / "checkpoint"

@@ -24,8 +24,6 @@ __all__ = ["WeightReceiver"]
 
 @register_model_loader(LOAD_FORMAT)
 class DrawnLoader(BaseModelLoader):
-    """See the module's docstring."""
-
     def download_model(self, model_config: Any) -> None:
         """Nothing to download."""
 

@@ -49,7 +49,6 @@ def row(experiment: str, report: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Print the table."""
     files = {Path(name).stem.removeprefix("plan-"): Path(name) for name in sys.argv[1:]}
     reports = {
         experiment: json.loads(files[experiment].read_text()) if files else plan(experiment) for experiment in RECIPES

@@ -32,7 +32,7 @@ sys.path[0] = str(ROOT)
 
 import psutil  # noqa: E402
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.recovery_phases import MARKS, SHARE, median_phases, recovery_of  # noqa: E402
 from slipstream.orchestrator.files.row_files import read_rows  # noqa: E402
 
@@ -207,7 +207,6 @@ def summary(recoveries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table."""
     medians = report["medians"]
     for phase in MARKS.values():
         if phase in medians["phases"]:
@@ -221,7 +220,7 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="cpu")
     parser.add_argument("--workers", type=int, default=2, help="engines; 1: the trainer sends the weights")
     parser.add_argument("--repeats", type=int, default=3, help="kills")
@@ -234,8 +233,6 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=120.0, help="for one recovery")
     parser.add_argument("--start-limit-s", type=float, default=600.0, help="for the job's first token")
     parser.add_argument("--set", nargs="*", default=[], help="further options of the job")
-    parser.add_argument("--out", type=Path, help="default: bench/results/recovery-<device>.json")
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
     if args.steady_s is None:
         args.steady_s = 16.0 if args.shape == "cpu" else 60.0
@@ -245,14 +242,11 @@ def main() -> None:
     report = {"environment": environment(args.commit), "words": words, "recoveries": []}
     report |= {name: getattr(args, name) for name in ("workers", "settle_s", "steady_s", "window_s")}
     print(json.dumps(report["environment"], indent=2))
-    out: Path = (
-        args.out or ROOT / "bench/results" / f"recovery-{'gpu' if report['environment']['gpus'] else 'cpu'}.json"
-    )
+    out: Path = args.out or RESULTS / f"recovery-{'gpu' if report['environment']['gpus'] else 'cpu'}.json"
 
     def keep() -> None:
         report["medians"] = summary(report["recoveries"])
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2) + "\n")
+        write_report(out, report)
 
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-", ignore_cleanup_errors=True) as folder:
         measure(args, words, Path(folder), report, keep)

@@ -13,7 +13,6 @@ medians over the steps after the first two (warm-up). Prints its environment and
 bench/results/runs-<device>.json.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -28,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from bench.controls import SHUFFLED  # noqa: E402
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 
 STALE = ["algorithm.max_staleness_steps=1"]
 """Without it the ratio to the engine is 1, so that no bound and no gate acts."""
@@ -160,18 +159,16 @@ def print_spread(name: str, each: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run the named scenarios one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("scenarios", nargs="+", choices=sorted(SCENARIOS))
     parser.add_argument("--set", nargs="*", default=[], help="further options for every run, e.g. run.num_steps=5")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; default bench/results/runs-<device>.json")
     parser.add_argument("--times", type=int, default=1, help="so many runs of each, and of them REPEATED alone")
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(args.commit), "runs": {}}
     print(json.dumps(report["environment"], indent=2))
     device = "gpu" if report["environment"]["gpus"] else "cpu"
     file = f"runs-{device}.json" if args.times == 1 else f"runs-{args.times}-{device}.json"
-    out: Path = args.out or ROOT / "bench" / "results" / file
+    out: Path = args.out or RESULTS / file
     if out.exists():  # keep scenarios that were measured on the same commit
         before = json.loads(out.read_text())
         if before["environment"] == report["environment"]:
@@ -182,14 +179,13 @@ def main() -> None:
             while len(each) < args.times:
                 with tempfile.TemporaryDirectory() as folder:
                     each.append(run_again(name, Path(folder), args.set))
-                out.write_text(json.dumps(report, indent=1) + "\n")
+                write_report(out, report)
             print_spread(name, each)
         return
     for name in args.scenarios:
         with tempfile.TemporaryDirectory() as folder:
             report["runs"][name] = run(name, Path(folder), args.set)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2) + "\n")
+        write_report(out, report)
     names = list(report["runs"])
     print(f"{'':32}" + "".join(f"{name:>18}" for name in names))
     for key in report["runs"][names[0]]:

@@ -39,7 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
 from bench.training.rank_processes import run_ranks  # noqa: E402
 from bench.training.rows import Ours, Place  # noqa: E402
@@ -295,8 +295,7 @@ def do_agree(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="RANKSxEP_SIZE")
     names = [*WORKLOADS, *(WEAK + name for name in WORKLOADS)]
     parser.add_argument("--tokens", nargs="+", default=names, choices=names)
@@ -309,8 +308,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
-    parser.add_argument("--out", type=Path, help="default: bench/results/scaling-<device>.json")
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--layout", help=argparse.SUPPRESS)
     parser.add_argument("--rank-index", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -330,14 +327,13 @@ def main() -> None:
     if args.layout:
         run_rank(args)
         return
-    out = args.out or ROOT / "bench" / "results" / f"scaling-{'gpu' if args.device == 'cuda' else 'cpu'}.json"
+    out = args.out or RESULTS / f"scaling-{'gpu' if args.device == 'cuda' else 'cpu'}.json"
     given = {name: value for name, value in vars(args).items() if name not in ("out", "commit", "rank_index", "layout")}
     report = {"environment": environment(args.commit), "arguments": given}
     print(json.dumps(report["environment"]), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         rows = run_all(args, Path(folder))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
+    write_report(out, {**report, "rows": rows})
     print_table(rows, args.tokens)
     if not do_agree(rows, args.tokens) or any("failed" in row for row in rows.values()):
         sys.exit(1)

@@ -114,7 +114,6 @@ GONE = {
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description="How large the house is.")
     parser.add_argument("ref", nargs="?", help="a commit to put beside the working tree")
     ref: str | None = parser.parse_args().ref

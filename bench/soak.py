@@ -88,7 +88,6 @@ MODELS = {"8b": QWEN3_8B_MODEL, "8b-one-gpu": QWEN3_8B_MODEL}
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="cpu")
     parser.add_argument("--steps", type=int, default=1000)

@@ -41,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from bench.environment import environment  # noqa: E402
+from bench.environment import RESULTS, command_line, environment, write_report  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
 from bench.training.rows import Ours, Peft, fill_hf  # noqa: E402
 from bench.training.table import do_losses_agree, plot, print_table  # noqa: E402
@@ -264,8 +264,7 @@ def kind_of(kernel: str) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--gpus", type=int, default=1, help="rows that run side by side, each on a GPU of its own")
     parser.add_argument("--unsloth", type=Path, metavar="SITE", help="PYTHONPATH of the unsloth rows")
@@ -281,8 +280,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help=f"device time by kernel, at {PROFILED_TOKENS} tokens")
     parser.add_argument("--memory", action="store_true", help="what is held at the peak of a step, by line of code")
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the JSON of --out and end")
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -297,13 +294,12 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the rows one after the other."""
     args = parse()
     import torch
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     stem = "trainer-gpu" if args.device == "cuda" else "trainer-cpu"
-    out: Path = args.out or ROOT / "bench" / "results" / f"{stem}.json"
+    out: Path = args.out or RESULTS / f"{stem}.json"
     image: Path = args.plot or (out.with_suffix(".png") if args.out else ROOT / "docs" / "images" / f"{stem}.png")
     if args.plot:
         plot(json.loads(out.read_text()), image)
@@ -335,7 +331,7 @@ def main() -> None:
     with ThreadPoolExecutor(args.gpus) as pool:
         for name, row in zip(args.rows, pool.map(run, args.rows), strict=True):
             report["rows"][name] = row
-            out.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(out, report)
     print_table(report)
     print(f"written: {out}")
     plot(report, image)

@@ -61,7 +61,6 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"of {', '.join(RUNS)}; default both")
     parser.add_argument("--python", required=True, help="the interpreter with verifiers")

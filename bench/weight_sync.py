@@ -60,8 +60,6 @@ ROW_TIMEOUT_S = 180.0
 
 
 class Child:
-    """A spawned process that sees some GPUs, and the pipe to it."""
-
     def __init__(self, target: Any, spec: Any, gpus: list[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -193,7 +191,6 @@ class Bench:
         }
 
     def figures(self, title: str, row: Row, reports: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
-        """A line of the table."""
         medians = {stage: statistics.median(report[stage] for report in reports) for stage in STAGES}
         num_bytes = reports[0]["num_bytes"]
         return {
@@ -216,7 +213,6 @@ class Bench:
         }
 
     def peer_runs(self, spec: EngineSpec, engine: Connection, gpus: list[int]) -> dict[str, Callable[[], Any]]:
-        """The function that measures each peer."""
         config, rank0, repeats = self.hf_config, self.ranks[0].pipe, self.args.peer_updates
         return {
             "vllm_nccl": lambda: peers.vllm_nccl(config, engine, rank0, spec.tp_size, repeats),
@@ -224,7 +220,6 @@ class Bench:
         }
 
     def close(self) -> None:
-        """End everything."""
         self.sampler.close()
         for rank in self.ranks:
             if rank.process.is_alive():
@@ -241,7 +236,6 @@ def ask(engine: Child, *order: Any) -> Any:
 
 
 def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) -> dict[str, Row]:
-    """The rows to measure in one engine."""
     base = Row(warm_up=args.warm_up, publishes=args.publishes)
     if args.tiny:
         base = replace(base, watermark_bytes=16 * MIB)
@@ -261,7 +255,6 @@ def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) 
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=("1x1", "2x2", "4x4"), default="1x1", help="trainer ranks x engine GPUs")
     parser.add_argument("--tiny", action="store_true", help="a small model; what a CPU can do")
@@ -301,7 +294,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and print."""
     args = parse()
     facts = environment(args.commit)
     device = "cuda" if facts["gpus"] else "cpu"

@@ -22,8 +22,6 @@ RESULT = "result: "
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a row does."""
-
     model: str
     """Folder with config.json."""
     device: str

@@ -45,7 +45,6 @@ class Job:
 
 
 def options_of(job: Job) -> Any:
-    """GRPOConfig."""
     from trl import GRPOConfig
 
     responses = job.groups * job.group_size
@@ -126,7 +125,6 @@ class Figures:
         self.write(step, {"held_out": sum(rewards) / len(rewards), "held_out_tokens": sum(lengths) / len(lengths)})
 
     def step_ended(self, step: int) -> None:
-        """Write the step's row."""
         row, self._row = self._row, {}
         self.write(step, row)
 
@@ -137,7 +135,6 @@ class Figures:
 
 
 def run(job: Job) -> None:
-    """The whole job."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig

@@ -59,7 +59,6 @@ class Clock:
         return timed
 
     def step_ended(self) -> None:
-        """Close the step."""
         self.ends.append(self.now())
         for part, seconds in self._seconds.items():
             self.parts[part].append(seconds)

@@ -101,7 +101,6 @@ class Load:
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
-        """End all requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -196,7 +195,6 @@ class Load:
 
 
 def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Run one rollout worker until told to end."""
     asyncio.run(serve(config, device, args, pipe))
 
 

@@ -20,7 +20,6 @@ class MeasuredReceiver(WeightReceiver, PeerHooks):
     _allocated: list[int]
 
     def start_measuring(self) -> None:
-        """Begin with an empty list."""
         self._allocated = []
 
     def slipstream_begin(self, given: bytes) -> Any:

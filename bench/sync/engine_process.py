@@ -56,12 +56,10 @@ class EngineSpec:
 
     @property
     def title(self) -> str:
-        """Name of the engine in tables."""
         return f"{self.kind} TP={self.tp_size}" + (" EP" if self.expert_parallel else "")
 
 
 def run_engine(spec: EngineSpec, pipe: Connection) -> None:
-    """Serve one replica until told to end."""
     asyncio.run(serve_plain(spec, pipe) if spec.kind == "plain" else serve_vllm(spec, pipe))
 
 
@@ -118,29 +116,24 @@ class PlainReplica:
         self._receiver = receiver
 
     async def describe(self) -> list[Any]:
-        """See ReplicaHandler."""
         return [self._receiver.describe()]
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
         """See ReplicaHandler."""
 
     async def begin(self, version: int, epoch: int, digest: str) -> list[Any]:
-        """See ReplicaHandler."""
         from slipstream.weight_sync.replica.messages import Bound
 
         binding = self._receiver.begin(version, epoch, digest)
         return [Bound(binding.session, holds=binding.holds)]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Any) -> None:
-        """See ReplicaHandler."""
         self._receiver.verify(version, epoch, digest, expected[0])
 
     async def commit(self, version: int, epoch: int) -> None:
-        """See ReplicaHandler."""
         self._receiver.commit(version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """See ReplicaHandler."""
         self._receiver.abort(epoch, reason)
 
 
@@ -235,11 +228,11 @@ async def keep_sampling(worker: RolloutWorker, index: int) -> None:
     from slipstream.rollout.errors import ReplicaNotServing
     from slipstream.rollout.types import Prompt
 
-    draw, most = random.Random(index), worker._sampling.max_tokens
+    draw, most = random.Random(index), worker._options.config.sampling.max_tokens
     prompt = Prompt(index, tuple((index * 7 + i) % 900 + 1 for i in range(128)), "")
     while True:
         try:
-            sampling = replace(worker._sampling, max_tokens=draw.randint(most // 4, most))
+            sampling = replace(worker._options.config.sampling, max_tokens=draw.randint(most // 4, most))
             await worker.generate_group(prompt, 1, sampling=sampling)
         except ReplicaNotServing:
             await asyncio.sleep(0.01)

@@ -15,7 +15,6 @@ PARTS = (("begin", "#56B4E9"), ("transfer", "#0072B2"), ("verify", "#E69F00"), (
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table."""
     for engine in report["engines"]:
         wire = engine["wire"]["gb_per_s"]
         num_bytes = engine["rows"][0]["num_bytes"]

@@ -43,17 +43,14 @@ class LoraMatrices:
         self._merges = {merge.tensor: merge for merge in merges} if is_merged else {}
 
     def layout(self) -> SourceLayout:
-        """Everything, whole."""
         shapes = {name: (tuple(held.shape), str(held.dtype)) for name, held in self._held.items()}
         metas = tuple(TensorMeta(name, shape, dtype.removeprefix("torch.")) for name, (shape, dtype) in shapes.items())
         return SourceLayout(0, metas, tuple(SourceShard(m.name, Region((0, 0), m.shape)) for m in metas))
 
     def begin(self, version: int) -> int:
-        """Nothing to gather."""
         return 0
 
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
-        """See the protocol."""
         held, merge = self._held[tensor][tuple(map(slice, region.start, region.stop))], self._merges.get(tensor)
         if merge is None:
             out.copy_(held)

@@ -60,12 +60,10 @@ class MemorySampler:
         self._pipe.recv()
 
     def samples(self) -> Samples:
-        """The samples since start()."""
         self._pipe.send("samples")
         return Samples(*self._pipe.recv())
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
 
 

@@ -27,7 +27,6 @@ TIMEOUT_S = 75.0
 
 
 def tensors_of(hf_config: dict[str, Any]) -> tuple[list[str], list[list[int]]]:
-    """Names and shapes of the checkpoint."""
     from slipstream.conf.architecture.families import read_config
 
     metas = read_config(hf_config).checkpoint_tensors("bfloat16")
@@ -49,7 +48,6 @@ def answer(pipe: Connection, timeout_s: float = TIMEOUT_S) -> Any:
 
 
 def vllm_nccl(hf_config: dict[str, Any], engine: Connection, rank0: Connection, tp_size: int, repeats: int) -> Any:
-    """See the module's docstring."""
     info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 1 + tp_size}
     engine.send(("nccl_init", info))
     rank0.send(("nccl_init", info))
@@ -67,7 +65,6 @@ def vllm_nccl(hf_config: dict[str, Any], engine: Connection, rank0: Connection, 
 
 
 def checkpoint_engine(hf_config: dict[str, Any], engine: Connection, gpus: list[int], repeats: int) -> Any:
-    """See the module's docstring."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     servers = []
@@ -146,7 +143,6 @@ def _serve_parameters(
 
 
 def free_port() -> int:
-    """A free TCP port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])

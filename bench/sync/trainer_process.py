@@ -78,7 +78,6 @@ def run_rank(spec: TrainerSpec, pipe: Connection) -> None:
 
 
 def wait(device: Any) -> None:
-    """Wait until the device is idle."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -135,7 +134,6 @@ def measure_wire(transport: Any, endpoint: str, repeats: int, *, device: Any, ra
 
 
 def trainer_config(spec: TrainerSpec) -> Any:
-    """Section trainer."""
     from slipstream.conf.schema import LoraConfig, TrainerConfig
 
     lora = LoraConfig(rank=spec.lora_rank, alpha=2.0 * spec.lora_rank)

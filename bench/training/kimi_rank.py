@@ -164,7 +164,6 @@ def make_rank(case: Case, rank: int, world_size: int, rendezvous: str) -> Traine
 
 
 def samples_of(lengths: tuple[int, ...], vocab_size: int, rank: int, version: int) -> Any:
-    """Random tokens."""
     made = []
     for index, length in enumerate(lengths):
         positions = np.arange(length)

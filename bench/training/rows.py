@@ -75,7 +75,6 @@ class Ours:
 
     @property
     def decoder(self) -> Any:
-        """The model."""
         return self.rank.decoder
 
     def keep_gate_up(self, share: float) -> None:

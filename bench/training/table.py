@@ -9,7 +9,6 @@ independent, and 1,024 of them average out to a thirty-second."""
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """Print rows by lengths."""
     heads = ("tok/s", "step s", "MFU", "roofline", "peak GB", "Mtok/$", "loss")
     print(f"\n{'row':16}{'tokens':>8}" + "".join(f"{head:>10}" for head in heads))
     for name, row in report["rows"].items():

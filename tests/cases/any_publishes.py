@@ -81,8 +81,6 @@ KINDS = {
 
 
 class AnyPublishes(RuleBasedStateMachine):
-    """See the module's docstring."""
-
     kind: ClassVar[Kind]
 
     def __init__(self) -> None:

@@ -33,91 +33,55 @@ SURVIVED, UNTESTED = 0, 33
 """mutmut's exit codes: all tests passed; no test calls the function."""
 
 UNIT = "tests/unit"
-MODULES: dict[str, tuple[str, ...]] = {
-    "conf/failures.py": ("conf/test_failures.py",),
-    "weight_sync/plan/plan.py": ("weight_sync/plan",),
-    "weight_sync/plan/proof.py": ("weight_sync/plan",),
-    "weight_sync/plan/schedule.py": ("weight_sync/plan",),
-    "weight_sync/pipeline/pipeline.py": (
-        "weight_sync/pipeline/test_pipeline.py",
-        "weight_sync/pipeline/test_lanes.py",
-        "weight_sync/pipeline/test_lane_times.py",
-        "trainer/delivery/test_delta_publish.py",
-    ),
-    "weight_sync/pipeline/lanes.py": (
-        "weight_sync/pipeline/test_pipeline.py",
-        "weight_sync/pipeline/test_lanes.py",
-        "weight_sync/pipeline/test_lane_times.py",
-        "trainer/delivery/test_delta_publish.py",
-    ),
-    "weight_sync/pipeline/staging_slots.py": (
-        "weight_sync/pipeline/test_slot_turns.py",
-        "weight_sync/pipeline/test_lanes.py",
-        "weight_sync/pipeline/test_lane_times.py",
-    ),
-    "weight_sync/publish/transaction.py": ("weight_sync/publish/test_transaction.py",),
-    "weight_sync/publish/publisher.py": (
-        "weight_sync/publish/test_publisher.py",
-        "weight_sync/publish/test_publisher_connect.py",
-        "weight_sync/publish/test_publisher_ranks.py",
-        "weight_sync/publish/test_publisher_rejoin.py",
-        "trainer/delivery/test_delta_publish.py",
-    ),
-    "weight_sync/publish/rank0.py": (
-        "weight_sync/publish/test_bases.py",
-        "weight_sync/publish/test_publisher.py",
-        "weight_sync/publish/test_publisher_connect.py",
-        "weight_sync/publish/test_publisher_ranks.py",
-        "weight_sync/publish/test_publisher_rejoin.py",
-    ),
-    "weight_sync/replica/receiver.py": (
-        "weight_sync/replica/test_receiver.py",
-        "weight_sync/replica/test_receiver_order.py",
-        "weight_sync/replica/test_recovery.py",
-    ),
-    "weight_sync/replica/version_state.py": ("weight_sync/replica/test_version_state.py",),
-    "weight_sync/replica/recovery.py": ("weight_sync/replica/test_recovery.py",),
-    "weight_sync/integrity.py": ("weight_sync/test_integrity.py",),
-    "trainer/step/loss.py": ("trainer/step/test_loss.py",),
-    "trainer/step/surrogates.py": ("trainer/step/test_surrogates.py", "trainer/step/test_loss.py"),
-    "trainer/step/corrections.py": ("trainer/step/test_corrections.py",),
-    "trainer/step/microbatches.py": ("trainer/step/test_microbatches.py",),
-    "trainer/step/learner.py": ("trainer/step/test_learner.py",),
-    "trainer/moe/dispatch.py": (
-        "trainer/moe/test_moe_block.py",
-        "trainer/moe/test_moe_pieces.py",
-        "trainer/moe/test_dispatch.py",
-    ),
-    "trainer/moe/experts.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
-    "trainer/moe/router.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
-    "weight_sync/merging/rounding.py": ("trainer/test_rounding.py",),
-    "weight_sync/merging/merge.py": ("trainer/weights/test_merge.py",),
-    "trainer/weights/block_scales.py": ("trainer/weights/test_block_scales.py",),
-    "trainer/weights/stored_adapter.py": ("trainer/weights/test_stored_adapter.py",),
-    "orchestrator/loop/buffer.py": ("orchestrator/loop/test_buffer.py",),
-    "orchestrator/loop/advantages.py": ("orchestrator/loop/test_advantages.py",),
-    "orchestrator/loop/samples.py": ("orchestrator/loop/test_advantages.py", "orchestrator/loop/test_distillation.py"),
-    "orchestrator/loop/publication.py": ("orchestrator/loop/test_publication.py",),
-    "orchestrator/checkpoints/run_checkpoint.py": (
-        "orchestrator/checkpoints/test_run_checkpoint.py",
-        "orchestrator/checkpoints/test_fingerprint.py",
-    ),
-    "orchestrator/checkpoints/manifest.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
-    "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py", "rollout/agents/test_plain_prompts.py"),
-    "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),
-    "rollout/branches.py": ("rollout/test_branches.py",),
-    "rollout/text/chat_template.py": ("rollout/test_chat_template.py", "orchestrator/data/test_prompts.py"),
-    "rollout/text/ends.py": ("rollout/test_ends.py",),
-    "rollout/text/messages.py": ("rollout/test_messages.py",),
-    "rollout/text/plain_template.py": ("rollout/test_chat_template.py",),
-    "rollout/text/plain_text.py": ("rollout/test_plain_text.py",),
-    "fleet/supervisor.py": ("fleet/test_supervisor.py",),
-    "fleet/starts.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_recovery.py"),
-    "fleet/scaling.py": ("fleet/test_coming_and_going.py", "fleet/test_following.py"),
-    "fleet/roster.py": ("fleet/test_supervisor.py", "fleet/test_coming_and_going.py"),
-    "fleet/router.py": ("fleet/test_router.py",),
+PUBLISHER = "publisher publisher_connect publisher_ranks publisher_rejoin"
+MODULES = {
+    "conf/failures.py": "failures",
+    "weight_sync/plan/plan.py": "plan proof refused_plans shares",
+    "weight_sync/plan/proof.py": "plan proof refused_plans shares",
+    "weight_sync/plan/schedule.py": "plan proof refused_plans shares",
+    "weight_sync/pipeline/pipeline.py": "pipeline lanes lane_times trainer/delivery/delta_publish",
+    "weight_sync/pipeline/lanes.py": "pipeline lanes lane_times trainer/delivery/delta_publish",
+    "weight_sync/pipeline/staging_slots.py": "slot_turns lanes lane_times",
+    "weight_sync/publish/transaction.py": "transaction",
+    "weight_sync/publish/publisher.py": f"{PUBLISHER} trainer/delivery/delta_publish",
+    "weight_sync/publish/rank0.py": "bases publisher publisher_connect publisher_ranks publisher_rejoin",
+    "weight_sync/replica/receiver.py": "receiver receiver_order recovery",
+    "weight_sync/replica/version_state.py": "version_state",
+    "weight_sync/replica/recovery.py": "recovery",
+    "weight_sync/integrity.py": "integrity",
+    "trainer/step/loss.py": "loss",
+    "trainer/step/surrogates.py": "surrogates loss",
+    "trainer/step/corrections.py": "corrections",
+    "trainer/step/microbatches.py": "microbatches",
+    "trainer/step/learner.py": "learner",
+    "trainer/moe/dispatch.py": "moe_block moe_pieces dispatch",
+    "trainer/moe/experts.py": "moe_block moe_pieces",
+    "trainer/moe/router.py": "moe_block moe_pieces",
+    "weight_sync/merging/rounding.py": "trainer/rounding",
+    "weight_sync/merging/merge.py": "trainer/weights/merge",
+    "trainer/weights/block_scales.py": "block_scales",
+    "trainer/weights/stored_adapter.py": "stored_adapter",
+    "orchestrator/loop/buffer.py": "buffer",
+    "orchestrator/loop/advantages.py": "advantages",
+    "orchestrator/loop/samples.py": "advantages distillation",
+    "orchestrator/loop/publication.py": "publication",
+    "orchestrator/checkpoints/run_checkpoint.py": "run_checkpoint fingerprint",
+    "orchestrator/checkpoints/manifest.py": "run_checkpoint",
+    "rollout/agents/token_tree.py": "token_tree plain_prompts",
+    "rollout/agents/episode.py": "episode",
+    "rollout/branches.py": "branches",
+    "rollout/text/chat_template.py": "rollout/chat_template orchestrator/data/prompts",
+    "rollout/text/ends.py": "rollout/ends",
+    "rollout/text/messages.py": "rollout/messages",
+    "rollout/text/plain_template.py": "rollout/chat_template",
+    "rollout/text/plain_text.py": "rollout/plain_text",
+    "fleet/supervisor.py": "supervisor",
+    "fleet/starts.py": "supervisor supervisor_recovery",
+    "fleet/scaling.py": "coming_and_going following",
+    "fleet/roster.py": "supervisor coming_and_going",
+    "fleet/router.py": "router",
 }
-"""Module -> its own tests, below tests/unit."""
+"""Module -> its own tests below tests/unit: their names, in the same folder unless they say another."""
 
 
 def main() -> int:
@@ -154,7 +118,7 @@ def copy_tree(module: str) -> None:
         "source_paths": ["slipstream"],
         "only_mutate": [_imported(module)],
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:xdist"],
-        "pytest_add_cli_args_test_selection": [f"{UNIT}/{tests}" for tests in MODULES[module]],
+        "pytest_add_cli_args_test_selection": tests_of(module),
         "use_git_change_detection": False,
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
@@ -162,6 +126,15 @@ def copy_tree(module: str) -> None:
     tomllib.loads(text)
     with (WORK / "pyproject.toml").open("a") as file:
         file.write(text)
+
+
+def tests_of(module: str) -> list[str]:
+    """The files of its own tests."""
+    found: list[str] = []
+    for name in MODULES[module].split():
+        place, _, stem = name.rpartition("/")
+        found.append(f"{UNIT}/{place or module.rpartition('/')[0]}/test_{stem}.py")
+    return found
 
 
 def _imported(name: str) -> str:

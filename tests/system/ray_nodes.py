@@ -25,7 +25,6 @@ from slipstream.rollout.in_vllm.fork_server import BEGUN_VARIABLE
 
 
 def main(tickets: list[int]) -> None:
-    """See the module's docstring."""
     cluster = Cluster()
     addresses = (f"127.0.0.{number}" for number in itertools.count(2))
 
