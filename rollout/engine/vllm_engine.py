@@ -1,9 +1,9 @@
 """An Engine (engine.py) that is vLLM: how it is sampled from, paused, and which policy version sampled each token.
 
 Owns: requests, version stamps, calls to the engine's ranks. Does not own the engine's processes (`vllm_process.py`),
-what vLLM is told (`engine_options.py`, `vllm_requests.py`) nor the weights (`in_vllm/`, inside the engine's processes).
-These three use only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common, and import it inside functions, so that
-importing them is cheap.
+what vLLM is told at its start (`engine_options.py`) nor the weights (`in_vllm/`, inside the engine's processes). It
+and vllm_process.py use only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common, and import it inside functions, so
+that importing them is cheap.
 Invariant: a token's stamp is the version whose weights sampled it. Why no stamp can be wrong:
 
     EngineCore process                       this process, one event loop
@@ -21,28 +21,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.conf.failures import raised_as
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema import Device, PauseMode, SamplingConfig
+from slipstream.conf.schema import Device, EvalSampling, EvalSamplingConfig, PauseMode, SamplingConfig
 from slipstream.rollout.engine.engine import CALL_TIMEOUT_S, Engine
 from slipstream.rollout.engine.engine_options import engine_arguments, warm_up_lengths
 from slipstream.rollout.engine.vllm_process import VllmProcess, make_llm
-from slipstream.rollout.engine.vllm_requests import (
-    next_logprobs_of,
-    prefill_params,
-    probe_params,
-    prompt_logprobs_of,
-    rollout_of,
-    sampling_params,
-)
 from slipstream.rollout.errors import EngineDied, EngineError, error_class
 from slipstream.rollout.in_vllm.vllm_patches import watch_outputs
+from slipstream.rollout.routes import read_routes
 from slipstream.rollout.text.ends import end_token_ids
-from slipstream.rollout.types import Adapter, EngineOptions, Rollout
+from slipstream.rollout.types import ABORTED, Adapter, EngineOptions, Rollout, RoutingShape
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -51,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABORT_RETRY_S = 0.02
+NUM_PROBE_LOGPROBS = 16
 DRAIN_TIMEOUT_S = 30.0
 """Longest wait until vLLM's own handler has taken the outputs that have arrived."""
 
@@ -196,13 +191,31 @@ class VllmEngine(Engine):
                 self._adapters.pop(request_id, None)
 
     async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, seed=1, logprobs=NUM_PROBE_LOGPROBS, detokenize=False)
         name = f"probe-{next(self._request_numbers)}"
-        return next_logprobs_of(await self.process.or_death(self._run(prompt_token_ids, probe_params(), name, adapter)))
+        final = await self.process.or_death(self._run(prompt_token_ids, params, name, adapter))
+        if final is None or not final.outputs[0].logprobs:
+            raise EngineError("a probe of the engine ended without an output")
+        return {token: entry.logprob for token, entry in final.outputs[0].logprobs[0].items()}
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # of the given token alone
+            flat_logprobs=True,
+            skip_reading_prefix_cache=True,  # blocks that decoding filled would be returned as they are
+            detokenize=False,
+        )
         name = f"score-{next(self._request_numbers)}"
-        scored = await self.process.or_death(self._run(token_ids, prefill_params(), name, adapter))
-        return prompt_logprobs_of(scored, token_ids)
+        final = await self.process.or_death(self._run(token_ids, params, name, adapter))
+        flat = None if final is None else final.prompt_logprobs
+        if flat is None or list(flat.token_ids) != list(token_ids[1:]):
+            raise EngineError(f"the engine ended a prefill of {len(token_ids)} tokens without their log-probabilities")
+        return list(flat.logprobs)
 
     async def abort_version(self, version: int) -> None:
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
@@ -267,3 +280,62 @@ class VllmEngine(Engine):
 
     def shutdown(self) -> None:
         self.process.shutdown()
+
+
+def sampling_params(sampling: SamplingConfig, stop_token_ids: Sequence[int], seed: int | None) -> SamplingParams:
+    """Ask for a response, which the model's end-of-sequence tokens (`stop_token_ids`) end if `stop_at_eos` says so. No
+    seed: the engine's own stream."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    drawing = sampling.drawing if isinstance(sampling, EvalSampling) else EvalSamplingConfig()
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=drawing.top_p,
+        top_k=drawing.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=[*(stop_token_ids if sampling.stop_at_eos else []), *sampling.stop_token_ids],
+        ignore_eos=not sampling.stop_at_eos,
+        seed=seed,
+        logprobs=0,  # only the sampled token's
+        flat_logprobs=True,  # lists of numbers; a dict and an object per token make full garbage collections long
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # a stop text may be, or contain, a special token's
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def rollout_of(
+    request_id: str, final: Any, stamps: list[int], num_prompt_tokens: int, routing: RoutingShape | None
+) -> Rollout:
+    """A response, without text.
+
+    Args:
+        final: vLLM's last output of the request.
+        stamps: The policy version of each token that the engine sampled for it.
+        routing: Shape of the routes that came with it; None: none did.
+
+    Raises EngineError if tokens, log-probabilities and stamps do not belong together, or are not finite.
+    """
+    if final is None or not final.outputs:
+        raise EngineError(f"{request_id} ended without an output")
+    (completion,) = final.outputs
+    token_ids = list(completion.token_ids)
+    flat = completion.logprobs
+    if (flat.token_ids if flat else []) != token_ids:
+        raise EngineError(f"{request_id} has log-probabilities of other tokens than it returned")
+    logprobs = list(flat.logprobs) if flat else []
+    was_aborted = completion.finish_reason == ABORTED
+    if was_aborted or isinstance(completion.stop_reason, str):
+        stamps = stamps[: len(token_ids)]  # tokens that arrived after the request was ended, here by a stop text
+    if len(stamps) != len(token_ids):
+        raise EngineError(f"{request_id} has {len(token_ids)} tokens and {len(stamps)} version stamps")
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError(f"{request_id} has a log-probability that is not finite; are the weights finite?")
+    routes = None
+    if routing is not None:
+        num_tokens = num_prompt_tokens + len(token_ids)
+        routes = read_routes(completion.routed_experts, routing, num_tokens, was_aborted=was_aborted)
+    return Rollout(token_ids, logprobs, list(stamps), "", str(completion.finish_reason), routes=routes)

@@ -21,8 +21,8 @@ from triton.runtime.jit import JITFunction
 
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine.engine_options import engine_arguments, engine_environment
+from slipstream.rollout.engine.vllm_engine import sampling_params
 from slipstream.rollout.engine.vllm_process import vllm_arguments
-from slipstream.rollout.engine.vllm_requests import sampling_params
 from slipstream.rollout.in_vllm.process_imports import import_vllm
 from slipstream.rollout.node_cache import cache_folder
 from slipstream.rollout.types import EngineOptions
