@@ -110,8 +110,6 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
         return max(whole, part, 0.95 * difflib.SequenceMatcher(None, leaf, candidate_leaf).ratio())
 
     scored = sorted(((score(candidate), candidate) for candidate in set(known)), key=lambda pair: (-pair[0], pair[1]))
-    if not scored or scored[0][0] < 0.6:
-        return []
     # Return only those about as near as the best one: one, if it is clearly the best.
     return [candidate for value, candidate in scored[:3] if value >= max(0.6, scored[0][0] - 0.1)]
 

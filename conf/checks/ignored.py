@@ -6,6 +6,7 @@ names that a user typed, and config.json; while that is not read yet, nothing is
 """
 
 import functools
+import operator
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
@@ -102,19 +103,13 @@ def _parsed(condition: str) -> tuple[str, str, str]:
 
 def _holds(config: RunConfig, condition: str) -> bool:
     name, sign, values = _parsed(condition)
-    text = _shown(_value(config, name))
+    text = _shown(config, name)
     found = (text, *text.strip("[]").split(","))  # of a list its items, too
     return (sign == "=") is any(fnmatchcase(item, one) for item in found for one in values.split("|"))
 
 
-def _value(config: RunConfig, name: str) -> object:
-    value: object = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _shown(value: object) -> str:
+def _shown(config: RunConfig, name: str) -> str:
+    value: object = operator.attrgetter(name)(config)
     return f"{value:g}" if isinstance(value, float) else show(value).replace(", ", ",")
 
 
@@ -122,7 +117,7 @@ def _by_what(config: RunConfig, one: If) -> str:
     if one.told and one.told[0] not in ",:":
         return one.told
     name = _parsed(one.condition.split(" or ")[0])[0]
-    return f"{name}={_shown(_value(config, name))}{one.told}"
+    return f"{name}={_shown(config, name)}{one.told}"
 
 
 def _cure(one: If) -> str:

@@ -56,7 +56,8 @@ def eval_config(
             raise ConfigError(f"{name} has no effect with slipstream eval, which makes no step; remove it")
     if adapter is not None and checkpoint is not None:
         raise ConfigError(f"--checkpoint {checkpoint} has no effect with --adapter, which is evaluated; remove one")
-    if run is None or is_model_folder(run):
+    is_model = run is not None and (run / "config.json").is_file() and not RunFolder(run).config.exists()
+    if run is None or is_model:
         model = [] if run is None else ["model=checkpoint", f"model.path={run}"]
         words = [*model, *_data_of(overrides), *overrides, *([] if adapter is None else _shape_of(adapter))]
         return _of_model(load_run_config(words), adapter, checkpoint)
@@ -92,10 +93,6 @@ def eval_config(
             load_resolved_yaml(saved, [*overrides, *_shape_of(adapter)], subject=f"{folder.config}: "), run=config.run
         )
     return _evaluated(config, adapter or adapter_of(folder, checkpoint or "newest"), folder.run_id)
-
-
-def is_model_folder(path: Path) -> bool:
-    return (path / "config.json").is_file() and not RunFolder(path).config.exists()
 
 
 def _data_of(overrides: Sequence[str]) -> list[str]:

@@ -50,7 +50,10 @@ def run_to_an_exit_code(
     except Exception as error:  # noqa: BLE001 - whatever ends a run becomes an exit code; others keep a traceback
         if isinstance(error, SlipstreamError) and _is_users(error):
             return say(error)
-        return _fail(error, _where(folder, config.run.num_steps))
+        if not isinstance(error, SlipstreamError):  # of ours, run.log has where it was raised
+            tell("".join(traceback.format_exception(error)).rstrip())
+        tell(f"error: {type(error).__name__}: {error}\n{_where(folder, config.run.num_steps)}")
+        return EXIT_FAILED
     return EXIT_OK
 
 
@@ -67,14 +70,6 @@ def _is_users(error: SlipstreamError) -> bool:
 def say(error: SlipstreamError) -> int:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_USAGE
-
-
-def _fail(error: Exception, where: str) -> int:
-    """An error of our own says what is wrong, and run.log where it was raised; others keep their traceback."""
-    if not isinstance(error, SlipstreamError):
-        tell("".join(traceback.format_exception(error)).rstrip())
-    tell(f"error: {type(error).__name__}: {error}\n{where}")
-    return EXIT_FAILED
 
 
 def tell(text: str) -> None:

@@ -59,6 +59,8 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     base = "a base of random weights" if config.model.init is Init.random else config.model.path
     tell(f"merging {trained} into {base}: reads both, and writes {target}")
     lora = replace(config.trainer.lora, init_from=None if is_full else str(trained))
+    # Other devices draw other random values.
+    device = Device.cpu if config.model.init is Init.checkpoint else Device(resolve_device(config.cluster.device))
     trainer = TrainerConfig(mode=config.trainer.mode, train_router=config.trainer.train_router, lora=lora)
 
     from slipstream.trainer.checkpoint.whole_state import load_trained  # imports torch
@@ -68,7 +70,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     try:
         with naming_a_full_disk(target):
             scorer = Scorer(
-                config.model, trainer, hf_config, seed=config.run.seed, device=_device(config).value,
+                config.model, trainer, hf_config, seed=config.run.seed, device=device.value,
                 rounding_seed=config.rounding_seed,
             )  # fmt: skip
             if is_full:
@@ -109,8 +111,3 @@ def _check_sources(config: RunConfig, spec: ModelSpec, adapter: Path | None) -> 
         check_checkpoint_files(Path(config.model.path or ""), spec.checkpoint_tensors(config.model.dtype.value))
     if adapter is not None:
         check_adapter_fits(read_stored_adapter(adapter, "adapter"), spec, config.trainer.lora, "adapter")
-
-
-def _device(config: RunConfig) -> Device:
-    """The CPU, unless the base was drawn at random: other devices draw other values."""
-    return Device.cpu if config.model.init is Init.checkpoint else Device(resolve_device(config.cluster.device))

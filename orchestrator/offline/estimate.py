@@ -315,11 +315,14 @@ def _merged_sides(
     say: Callable[[str], None],
 ) -> _Sides:
     """Every weight, in the form that engines keep it in."""
+    from slipstream.weight_sync.disk.kept_source import kept_scratch_bytes  # with torch, which --help does not need
+
     rollout, device, dtype = config.rollout, config.cluster.device, config.model.dtype
     quantization = BlockFp8.from_hf_config(hf_config)
-    kept = config.weight_sync.delta_bytes > 0 and (config.trainer.mode is TrainMode.full or quantization is not None)
-    scratch = _kept_scratch(config) if kept else 0
-    staging = _staging(config, planned.temporary_bytes(device, quantization) + scratch)
+    temporary = planned.temporary_bytes(device, quantization)
+    if config.weight_sync.delta_bytes and (config.trainer.mode is TrainMode.full or quantization is not None):
+        temporary += kept_scratch_bytes(device.value, config.weight_sync.watermark_bytes)  # to compare with the host's
+    staging = _staging(config, temporary)
     request = LayoutRequest(
         hf_config=hf_config,
         tensors=engine_checkpoint(hf_config, dtype),
@@ -337,13 +340,6 @@ def _adapter_sides(config: RunConfig, hf_config: HfConfig, planned: PlannedTrain
     ranks = range(config.rollout.tp_size)
     slots = tuple(adapter_slot(sources[0].tensors, config.rollout, hf_config, rank) for rank in ranks)
     return _staging(config, 0), sources, slots
-
-
-def _kept_scratch(config: RunConfig) -> int:
-    """Temporary memory of a rank that compares with what it keeps on the host."""
-    from slipstream.weight_sync.disk.kept_source import kept_scratch_bytes  # with torch, which --help does not need
-
-    return kept_scratch_bytes(config.cluster.device.value, config.weight_sync.watermark_bytes)
 
 
 def _staging(config: RunConfig, source_bytes: int) -> Staging:

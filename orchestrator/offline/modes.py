@@ -63,18 +63,6 @@ def adapter_slot(
     )
 
 
-def _refusal(config: RunConfig, hf_config: HfConfig) -> str | None:
-    """The words with which this run would be refused with weight_sync.mode=adapter; None: it would not be."""
-    asked = replace(config.weight_sync, mode=SyncMode.adapter, delta_bytes=0)
-    config = replace(config, weight_sync=asked)
-    try:
-        refuse_first(why_no_adapter(config))
-        check_architecture(config, hf_config)
-    except ConfigError as refused:
-        return str(refused)
-    return None
-
-
 def compare_modes(
     config: RunConfig,
     hf_config: HfConfig,
@@ -86,9 +74,12 @@ def compare_modes(
     """Merged weights as predicted, against the adapter alone, whose seconds are those of the slowest port. Where the
     run publishes adapters, the adapter's figures are what was predicted."""
     trainer, rollout, rates = config.trainer, config.rollout, hardware.rates.without_pause()
-    refused = _refusal(config, hf_config)
-    if refused is not None:
-        return ModeChoice(prediction.total_s, summary.num_bytes, None, 0, 0, 0.0, refused)
+    as_adapter = replace(config, weight_sync=replace(config.weight_sync, mode=SyncMode.adapter, delta_bytes=0))
+    try:
+        refuse_first(why_no_adapter(as_adapter))
+        check_architecture(as_adapter, hf_config)
+    except ConfigError as refused:
+        return ModeChoice(prediction.total_s, summary.num_bytes, None, 0, 0, 0.0, str(refused))
     factors = adapter_tensors(spec.checkpoint_tensors(config.model.dtype.value), trainer.lora)
     slot = adapter_slot(factors, rollout, hf_config)
     slot_bytes = sum(param.num_bytes for param in slot.params)

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Of, list[tuple[list[str], Any]]]] = {
             ([OPEN, "algorithm.max_staleness_steps=1"], 192),  # rollout.max_concurrent_groups=16
             ([OPEN, "algorithm.max_staleness_steps=1", "rollout.max_concurrent_groups=64"], 384),
             ([OPEN, "rollout.num_workers=3"], 144),
-            ([OPEN, "algorithm.group_size=5", "rollout.num_workers=1"], 80),
+            ([OPEN, "algorithm.group_size=5"], 48),  # 8 groups of 5 are 40; multiples of 16 have a graph
             ([OPEN, "algorithm.group_size=400"], 1024),
             ([OPEN, "algorithm.group_size=400", "rollout.max_num_batched_tokens=512"], 512),
             (["rollout.max_num_seqs=7"], 7),

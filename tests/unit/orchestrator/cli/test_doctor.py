@@ -21,6 +21,7 @@ OPTIONAL = Supported("triton", ("3.7",), ("triton",), is_required=False)
     [
         (TORCH, {"torch": "2.13.0+cpu"}, Status.ok, "2.13.0+cpu"),
         (TORCH, {"torch": "2.11.1"}, Status.ok, "2.11.1"),
+        (TORCH, {"torch": "2.13+cpu"}, Status.ok, "2.13+cpu"),
         (TORCH, {"torch": "2.130.0"}, Status.warn, "tested with 2.13 or 2.11"),
         (TORCH, {}, Status.fail, "make setup"),
         (OPTIONAL, {}, Status.note, "absent"),

@@ -16,6 +16,8 @@ from slipstream.orchestrator.push.sender_process import RankOptions
 from slipstream.rollout.channel import BlockingChannel
 from slipstream.weight_sync import api
 from slipstream.weight_sync.disk import safetensors_source as checkpoint
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.record.layout_wire import layouts_to_bytes
 from slipstream.weight_sync.typed_msgpack import pack
 
 OPTIONS = RankOptions(
@@ -36,6 +38,10 @@ class FakeSender:
     calls: list[str]
     link: str = "tcp"
 
+    def plan_for(self, layouts: object) -> None:
+        self.calls.append("plan")
+        raise PlanError("not these")
+
     def connect(self, engines: object) -> None:
         self.calls.append("connect")
 
@@ -50,18 +56,34 @@ class FakeSender:
         self.calls.append("close")
 
 
-def test_a_base_is_noted_once_engines_are_met_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-    read = SimpleNamespace(num_bytes=1, seconds=0.1, pinned_bytes=0)
+READ = SimpleNamespace(num_bytes=1, seconds=0.1, pinned_bytes=0)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a rank asks of its sender and of the checkpoint, in order."""
+    calls: list[str] = []
 
     def reads(*folder: Path) -> SimpleNamespace:
-        found.append(f"read {folder or 'base'}")
-        return read
+        calls.append(f"read {folder or 'first'}")
+        return READ
 
     share = SimpleNamespace(source=None, read=reads, refresh=reads, num_bytes_read=1)
-    monkeypatch.setattr(api, "Sender", lambda *_, **__: FakeSender(found))
-    monkeypatch.setattr(checkpoint, "Checkpoint", lambda folder, **_: found.append(str(folder)) or share)
+    monkeypatch.setattr(api, "Sender", lambda *_, **__: FakeSender(calls))
+    monkeypatch.setattr(checkpoint, "Checkpoint", lambda folder, **_: calls.append(str(folder)) or share)
     monkeypatch.setattr(push_rank, "freeze_heap", lambda: None)
+    return calls
+
+
+def test_expected_layouts_without_a_plan_are_planned_for_when_engines_are_met(found: list[str]) -> None:
+    command, rank = map(BlockingChannel, socket.socketpair())
+    for order in (["plan", layouts_to_bytes(()), 1], ["connect", []], ["publish"]):
+        command.send(order)
+    push_rank._read_and_send(0, OPTIONS, rank)
+    assert [call for call in found if not call.startswith("read")] == [".", "plan", "connect", "update", "close"]
+
+
+def test_a_base_is_noted_once_engines_are_met_before_the_checkpoint_is_read(found: list[str]) -> None:
     push = dataclasses.replace(OPTIONS.push, base=Path("old"), checkpoint=Path("new"), start=0, to=("a",))
     options = dataclasses.replace(OPTIONS, push=push)
     command, rank = map(BlockingChannel, socket.socketpair())
@@ -80,4 +102,4 @@ def test_a_base_is_noted_once_engines_are_met_before_the_checkpoint_is_read(monk
     rank_thread.join(10)
     assert [answer[0] for answer in answers] == ["connected", "read"]
     assert answers[0][1].keys() == {"connect", "base"}
-    assert found == ["old", "read base", "connect", "note base", f"read {(Path('new'),)}", "update", "close"]
+    assert found == ["old", "read first", "connect", "note base", f"read {(Path('new'),)}", "update", "close"]
