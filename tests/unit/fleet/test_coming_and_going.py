@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -18,7 +19,7 @@ from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
-from slipstream.rollout.types import Prompt
+from slipstream.rollout.types import Prompt, Rollout
 
 PROMPT = Prompt(0, (1,), "p")
 S = ReplicaState
@@ -80,8 +81,16 @@ async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_
 async def test_a_worker_that_is_one_too_many_hands_its_responses_to_another_with_their_tokens() -> None:
     fleet = await Fleet(2).published(7)
     fleet.world.committed[1] = 6
-    fleet.worker(1).gate = asyncio.Event()
-    fleet.worker(0).gate = asyncio.Event()
+    for index in (0, 1):
+        fleet.worker(index).gate = asyncio.Event()
+    generate = fleet.worker(1).generate_group
+
+    async def arrives_later(*args: Any) -> list[Rollout]:
+        rollouts = await generate(*args)
+        await turns(200)
+        return rollouts
+
+    fleet.worker(1).generate_group = arrives_later  # type: ignore[method-assign]
     calls = [asyncio.create_task(fleet.router.generate_group(PROMPT, 2)) for _ in range(2)]
     await asyncio.sleep(0)
     assert await fleet.scaling.scale(1) == ["rollout-1 hands its requests over and ends"]
@@ -113,10 +122,12 @@ async def test_a_signal_changes_nothing_for_a_worker_that_is_out_or_whose_proces
     await fleet.fail(0)
     await fleet.until(S.serving, S.serving)
     before.told.set()
+    await turns(50)
+    assert fleet.states == [S.serving, S.serving] and fleet.worker(0) is not before
     await fleet.fail(0)
     fleet.worker(0).told.set()
     await turns(50)
-    assert fleet.states == [S.out, S.serving] and fleet.worker(0) is not before
+    assert fleet.states == [S.out, S.serving]
     await fleet.scaling.drain("rollout-0")
     await fleet.until(S.gone, S.serving)
     assert fleet.roster.in_words == "1 of 2 rollout workers serve", "drained is only what serves"

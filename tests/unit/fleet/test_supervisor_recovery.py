@@ -159,9 +159,7 @@ async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_o
     assert cast.replica(0).base_wanted_at == ""
 
 
-@pytest.mark.parametrize(
-    "call", ["offer", "pull", "broken pull", "adopt", "second offer", "base_wanted_at", "broken base_wanted_at"]
-)
+@pytest.mark.parametrize("call", ["offer", "pull", "broken pull", "adopt", "second offer", "base_wanted_at"])
 async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call: str) -> None:
     """A restart is asked for in the middle of every call of a recovery: what the old process answers, or how it fails,
     changes nothing any more, and the peer is read from once more."""
@@ -200,6 +198,28 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
     await until(lambda: cast.states == [S.serving, S.serving])
     assert (cast.num_started, cast.world.committed) == (2, [0, 0])
     assert len(cast.roster.recoveries) == 1
+
+
+async def test_a_call_of_the_process_before_that_fails_late_costs_its_successor_nothing() -> None:
+    cast = await serving()
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def breaks_late() -> None:
+        reached.set()
+        await go_on.wait()
+        await broken_link()
+
+    cast.worker(1).before["offer"] = broken_link
+    cast.prepare = lambda worker: worker.before.update(base_wanted_at=breaks_late)
+    await cast.fail(0)
+    await until(reached.is_set)
+    cast.worker(1).before.clear()
+    cast.prepare = lambda worker: None
+    await cast.supervisor.restart_now("rollout-0")
+    await until(lambda: cast.states == [S.serving, S.serving])
+    go_on.set()
+    await turns()
+    assert cast.states == [S.serving, S.serving] and cast.num_started == 2
 
 
 async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
