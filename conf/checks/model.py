@@ -216,12 +216,8 @@ def of_slots(config: RunConfig, hf_config: HfConfig) -> Iterator[str]:
     adapted or not, with Triton kernels, which need a GPU; its slots are of one rank for all modules."""
     if config.weight_sync.mode is not SyncMode.adapter:
         return
-    family, kind, lora, is_moe = (
-        family_of(hf_config),
-        kind_of(hf_config),
-        config.trainer.lora,
-        num_experts_of(hf_config),
-    )
+    family, kind, is_moe = family_of(hf_config), kind_of(hf_config), num_experts_of(hf_config) > 0
+    lora = config.trainer.lora
     begin, no_attention = "weight_sync.mode=adapter:", "set trainer.lora.targets without attention"
     if is_moe and config.cluster.device is Device.cpu:
         yield (

@@ -217,22 +217,14 @@ def table_of(report: JsonObject) -> str:
     rows = [["set", *(name.replace("pass_at_", "pass@") for name in names)]]
     rows += [[name, *(_cell(figures[one]) for one in names)] for name, figures in sets.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     num = report["samples_per_prompt"]
     told = (
         f"{num} response{'s' if num > 1 else ''} to each prompt at temperature {report['temperature']:g}, "
         f"{report['failures']} without a reward"
     )
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"weights: {report['weights']}",
-            told,
-            f"json:    {report['json']}",
-            f"samples: {report['samples']}",
-        ]
-    )
+    files = [f"json:    {report['json']}", f"samples: {report['samples']}"]
+    return "\n".join([*table, "", f"weights: {report['weights']}", told, *files])
 
 
 def _cell(figure: dict[str, float | None]) -> str:

@@ -85,10 +85,8 @@ def chaos(flags: argparse.Namespace, _: list[str]) -> int:
         found = chaos_command.listed(flags.run)
         print(json.dumps(found, indent=2) if flags.json else chaos_command.list_text(found))
         return EXIT_OK
-    lists = {
-        name: tuple(word for word in (getattr(flags, name) or "").split(",") if word)
-        for name in ("victims", "what", "when")
-    }
+    words = {name: (getattr(flags, name) or "").split(",") for name in ("victims", "what", "when")}
+    lists = {name: tuple(filter(None, given)) for name, given in words.items()}
     events = chaos_command.chaos(options_of(chaos_command.ChaosOptions, flags, "json", "list", **lists), tell)
     print(chaos_command.report(flags.run, events, as_json=flags.json))
     return EXIT_OK if all(event.outcome == AS_BEFORE for event in events) else EXIT_FAILED

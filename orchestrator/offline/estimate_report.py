@@ -137,28 +137,22 @@ _Row = tuple[str, str, str]
 
 def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     rates = report.hardware.rates
-    link = (
-        f"NIC {rates.nic_bytes_s / 1e9:g}, NVLink {rates.nvlink_bytes_s / 1e9:g}, HBM {rates.hbm_bytes_s / 1e9:g} GB/s"
-    )
+    nic, nvlink, hbm = (f"{rate / 1e9:g}" for rate in (rates.nic_bytes_s, rates.nvlink_bytes_s, rates.hbm_bytes_s))
     yield "Run", _run_rows(report)
     yield f"Publish (plan {report.summary.digest[:12]})", _bytes_rows(report.summary)
-    yield ("Memory of a trainer GPU, estimated (without activations and gathered layers)", _trainer_rows(report))
-    yield (
-        "Memory of a rollout GPU, estimated (without KV cache, activations and CUDA graphs)",
-        _engine_rows(report.rollout),
-    )
+    yield "Memory of a trainer GPU, estimated (without activations and gathered layers)", _trainer_rows(report)
+    left_out = "without KV cache, activations and CUDA graphs"
+    yield f"Memory of a rollout GPU, estimated ({left_out})", _engine_rows(report.rollout)
     if rows := _host_rows(report.host):
         yield "Memory of hosts, estimated (without the processes themselves)", rows
-    yield f"Predicted publish ({link})", _time_rows(report)
+    yield f"Predicted publish (NIC {nic}, NVLink {nvlink}, HBM {hbm} GB/s)", _time_rows(report)
     if report.relay is not None:
         yield "The same with weight_sync.relay=node", _relay_rows(report.relay, report)
     if report.delta is not None:
-        yield ("The same with what changed alone (weight_sync.delta_bytes)", _delta_rows(report.delta, report.summary))
+        yield "The same with what changed alone (weight_sync.delta_bytes)", _delta_rows(report.delta, report.summary)
     if report.remote_merge is not None:
-        yield (
-            "The same with engines that merge for themselves (weight_sync.remote_merge)",
-            _remote_merge_rows(report.remote_merge, report.summary),
-        )
+        rows = _remote_merge_rows(report.remote_merge, report.summary)
+        yield "The same with engines that merge for themselves (weight_sync.remote_merge)", rows
     yield "Which mode", _mode_rows(report.modes)
 
 
@@ -259,27 +253,20 @@ def _delta_rows(delta: DeltaChoice, summary: PlanSummary) -> list[_Row]:
 
 
 def _remote_merge_rows(merge: RemoteMergeChoice, summary: PlanSummary) -> list[_Row]:
+    place = "rollout host" if merge.is_on_host else "rollout GPU"
     return [
         ("bytes", _gb(merge.num_bytes), f"of A and B, instead of {_gb(summary.num_bytes)}"),
         ("total", _s(merge.total_s), "with the engines' merges; not measured on GPUs"),
-        (
-            "rollout host" if merge.is_on_host else "rollout GPU",
-            _gb(merge.base_bytes),
-            "more memory of a rank: the base of what is merged",
-        ),
+        (place, _gb(merge.base_bytes), "more memory of a rank: the base of what is merged"),
     ]
 
 
 def _relay_rows(relay: RelayChoice, report: PlanReport) -> list[_Row]:
-    num_readers = report.config.rollout.most_workers - relay.num_written
+    readers = counted(report.config.rollout.most_workers - relay.num_written, "engine")
     gain_s = report.prediction.total_s - relay.total_s
     verdict = f"{_s(abs(gain_s))} {'less' if gain_s > 0 else 'more'} than writing to every engine"
     return [
-        (
-            "written",
-            counted(relay.num_written, "engine"),
-            f"{counted(num_readers, 'engine')} on their nodes read from them",
-        ),
+        ("written", counted(relay.num_written, "engine"), f"{readers} on their nodes read from them"),
         ("bytes", _gb(relay.num_bytes), f"sent by the trainer, instead of {_gb(report.summary.num_bytes)}"),
         ("write", _s(relay.written_s), "until those that are written have committed"),
         ("read", _s(relay.read_s), "over NVLink, rank from rank: pause, read, hash, resume"),
@@ -314,20 +301,13 @@ def _draw(report: PlanReport, picture: Path) -> None:
 
     prediction = report.prediction
     may_verify_s = prediction.write_end_s + prediction.barrier_s + prediction.messages_s
-    rows: list[tuple[str, dict[str, tuple[float, float]]]] = [
-        (
-            f"trainer {one.rank}",
-            {"prepare": (one.prepare_start_s, one.prepare_s), "write": (one.write_start_s, one.write_s)},
-        )
-        for one in prediction.senders[:MAX_ROWS]
-    ]
-    rows += [
-        (
-            f"engine {one.destination[0]} rank {one.destination[1]}",
-            {"receive": (prediction.write_start_s, one.receive_s), "verify": (may_verify_s, one.verify_s)},
-        )
-        for one in prediction.receivers[:MAX_ROWS]
-    ]
+    rows: list[tuple[str, dict[str, tuple[float, float]]]] = []
+    for one in prediction.senders[:MAX_ROWS]:
+        bars = {"prepare": (one.prepare_start_s, one.prepare_s), "write": (one.write_start_s, one.write_s)}
+        rows.append((f"trainer {one.rank}", bars))
+    for one in prediction.receivers[:MAX_ROWS]:
+        bars = {"receive": (prediction.write_start_s, one.receive_s), "verify": (may_verify_s, one.verify_s)}
+        rows.append((f"engine {one.destination[0]} rank {one.destination[1]}", bars))
     figure: Any = Figure(figsize=(14, 2.0 + 0.32 * len(rows)), layout="constrained")
     axes: Any = figure.subplots()
     for row, (_, bars) in enumerate(rows):

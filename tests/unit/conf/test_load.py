@@ -242,10 +242,7 @@ def test_own_config_folder_adds_experiments(tmp_path: Path) -> None:
         ("trainer: {num_rank: 2}\n", ["experiment/mine.yaml", "unknown option trainer.num_rank", "trainer.num_ranks"]),
         ("trainer: {num_ranks: two}\n", ["experiment/mine.yaml", "trainer.num_ranks must be an integer", "two"]),
         ("trainer: {num_ranks: 2\n", ["not valid YAML", "mine.yaml", "line"]),
-        (
-            "defaults: [override /model: tiny_qwen]\n",
-            ["chooses model: tiny_qwen", "Did you mean tiny_qwen3", "Choices:"],
-        ),
+        ("defaults: [override /model: tiny_qwen]\n", ["model: tiny_qwen", "Did you mean tiny_qwen3", "Choices:"]),
         ("defaults: [quickstar]\n", ["experiment/mine.yaml: chooses", "Did you mean quickstart ", "Choices:"]),
         ("defaults: [mine]\n", ["the `defaults` of a preset lead back to itself", "--config-dir"]),
         ("trainer:\n", ["experiment/mine.yaml: trainer is a section; set its options"]),

@@ -135,13 +135,7 @@ def test_a_preset_says_how_many_parameters_it_has():
 
 def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
     """The published shape: 61 layers, the first dense, 384 experts of 2048, 1.03 trillion parameters."""
-    yarn = {
-        "type": "yarn",
-        "factor": 64.0,
-        "original_max_position_embeddings": 4096,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
+    yarn = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
     config = {**preset("kimi_k2"), "model_type": "kimi_k2", "rms_norm_eps": 1e-5, "rope_scaling": yarn}
     spec = read_config(config)
     tensors = {meta.name: meta for meta in spec.checkpoint_tensors("bfloat16")}

@@ -80,10 +80,7 @@ GOOD = '{"prompt": "1a=", "answer": "a"}\n'
         (
             {"p.jsonl": GOOD + '{"prompt": "1Zb=", "answer": "b"}\n'},
             "data.path=p.jsonl",
-            [
-                "p.jsonl:2: characters ('Z') without a token in model.tokenizer=characters",
-                "set model.hf_config.vocab_size=101",
-            ],
+            ["p.jsonl:2: characters ('Z') without a token in model.tokenizer=characters", "hf_config.vocab_size=101"],
         ),
         ({"old/any": ""}, "run.resume=old", ["run.resume=old holds no complete checkpoint"]),
         ({"file": ""}, "run.dir=file/runs", ["which is a file"]),

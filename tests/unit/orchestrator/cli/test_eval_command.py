@@ -159,17 +159,8 @@ def test_a_run_that_saved_nothing_says_so(run: Path) -> None:
 
 
 def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
-    config, weights = eval_config(
-        run,
-        None,
-        "newest",
-        [
-            "data.eval_path=null",
-            "data.eval_sets.hard=x.jsonl",
-            "run.eval_samples_per_prompt=2",
-            "rollout.eval.temperature=0.5",
-        ],
-    )
+    words = ["data.eval_path=null", "data.eval_sets.hard=x.jsonl", "run.eval_samples_per_prompt=2"]
+    config, weights = eval_config(run, None, "newest", [*words, "rollout.eval.temperature=0.5"])
     folder = run / "evals" / "one"
     folder.mkdir(parents=True)
     (run / "evals" / "two").mkdir()
@@ -181,10 +172,8 @@ def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
         row |= {f"{prefix}majority": None, f"{prefix}majority_se": None}
     (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
     report = report_of(config, weights, RunFolder(folder))
-    assert json.loads((folder / "evaluation.json").read_text())["sets"]["hard"]["pass_at_2"] == {
-        "mean": 0.5,
-        "se": 0.125,
-    }
+    written = json.loads((folder / "evaluation.json").read_text())
+    assert written["sets"]["hard"]["pass_at_2"] == {"mean": 0.5, "se": 0.125}
     lines = table_of(report).splitlines()
     assert lines[0].split() == ["set", "reward", "pass@1", "pass@2", "majority"]
     assert lines[1] == "hard  0.500 +- 0.125  0.500 +- 0.125  0.500 +- 0.125  -"

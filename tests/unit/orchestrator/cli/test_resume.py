@@ -75,12 +75,8 @@ def test_resume_works_from_any_folder(
     assert main(["resume", str(opened[0].root), "data.eval_path=other rows.jsonl"]) == 0
     assert f"relative paths of the run's options start at {began}" in capsys.readouterr().err
     ((config, folder),) = calls
-    assert (config.data.path, config.data.eval_path, Path.cwd()) == (
-        "prompts.jsonl",
-        str(here / "other rows.jsonl"),
-        began,
-    )
-    assert folder.root == opened[0].root
+    assert (config.data.path, config.data.eval_path) == ("prompts.jsonl", str(here / "other rows.jsonl"))
+    assert (folder.root, Path.cwd()) == (opened[0].root, began)
     for word in ("data.path=no.jsonl", "+data.eval_sets.one=no.jsonl", "reward.kind=no.py:f", "model.tokenizer=no"):
         monkeypatch.chdir(here)
         assert main(["resume", str(opened[0].root), word]) == 2
@@ -114,10 +110,7 @@ def test_a_run_that_fails_after_its_last_step_is_not_told_to_resume(
     fake_run(monkeypatch, run)
     assert main([*READY, "run.num_steps=2"]) == 1
     said = capsys.readouterr().err
-    assert (
-        "All 2 steps are made, so a resume has nothing left to train: start again with slipstream train, or raise"
-        in said
-    )
+    assert "All 2 steps are made, so a resume has nothing left to train: start again with slipstream train" in said
     assert "go on with" not in said and said.endswith(" run.num_steps=MORE\n")
     assert main([*READY, "run.num_steps=3"]) == 1
     assert "Step 2 is saved; go on with: slipstream resume " in capsys.readouterr().err
@@ -146,7 +139,6 @@ def test_resume_without_starting_says_what_it_would_do(
         (["old run", "run.resume=x"], "run.resume has no effect with slipstream resume"),
         (["old run", "run.dir=x"], "run.dir has no effect with slipstream resume"),
         (["old run", "run.num_step=4"], "unknown option run.num_step. Did you mean run.num_steps?"),
-        (["old run", "trainer.lora.rank=8"], "trainer.lora.rank: 16 there, 8 now"),
     ],
 )
 def test_resume_refuses(

@@ -228,10 +228,7 @@ QWEN = ["experiment=qwen3_30b_a3b_2gpu"]
         (["kuberay", *QWEN, "--volume=x", "--mount=/"], "--mount must be an absolute path below /, got /"),
         (["kuberay", *QWEN, "--volume=x", "--namespace=A"], "--namespace must be a name of Kubernetes"),
         (["kuberay", *QWEN, "--volume=x", "--time-limit=1:00:00"], "--time-limit has no effect with kuberay"),
-        (
-            ["skypilot", *QWEN, "--volume=x", "model=checkpoint", "model.path=models/q"],
-            "model.path=models/q is relative",
-        ),
+        (["skypilot", *QWEN, "--volume=x", "model=checkpoint", "model.path=models/q"], "model.path=models/q is relati"),
         (["skypilot", *QWEN, "--volume=x", "--namespace=a"], "--namespace has no effect with skypilot"),
     ],
 )
