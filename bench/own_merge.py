@@ -3,10 +3,10 @@
     python bench/own_merge.py            Qwen3-30B-A3B's experts, r=32, one GPU
     python bench/own_merge.py --tiny     small ones, on a CPU if there is no GPU
 
-A layer has w13 and w2 of all experts. At once: each is a run of bands, one launch (weight_sync/merging/runs.py). One by
-one: the same matrices as parameters of their own, one launch for each gate, up and down. The base lies on the GPU or,
-page-locked, in host memory. Both ways must leave the same bytes. `issued` is when the host has launched everything,
-`done` when the device has finished; medians of --repeats, and --layers times as much. Prints a table.
+A layer has w13 and w2 of all experts. At once: each is a run of bands, one launch (weight_sync/merging/factors.py).
+One by one: the same matrices as parameters of their own, one launch for each gate, up and down. The base lies on the
+GPU or, page-locked, in host memory. Both ways must leave the same bytes. `issued` is when the host has launched
+everything, `done` when the device has finished; medians of --repeats, and --layers times as much. Prints a table.
 """
 
 import argparse

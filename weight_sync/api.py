@@ -5,9 +5,8 @@
 
 With several ranks, every rank makes the same calls at the same time, each with its own part of the tensors.
 
-Owns: these calls and their defaults. Does not own what they do: `safetensors_source.py`, `tensor_source.py`,
-`publisher.py`. Invariant: update() returns when every engine has committed or is named in the report; an engine that
-did not commit does not serve.
+Invariant: update() returns when every engine has committed or is named in the report; an engine that did not commit
+does not serve.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -60,10 +59,8 @@ def register_checkpoint(
 ) -> Checkpoint:
     """Read this rank's share of a safetensors checkpoint into host memory, page-locked if there is CUDA.
 
-    Give the result's `source` to update(); `refresh()` reads other weights into the same memory.
-
-    Raises:
-        ConfigError: The folder holds no complete checkpoint.
+    Give the result's `source` to update(); `refresh()` reads other weights into the same memory. Raises ConfigError if
+    the folder holds no complete checkpoint.
     """
     checkpoint = Checkpoint(path, rank=rank, world_size=world_size, num_threads=num_threads)
     checkpoint.read()
@@ -81,8 +78,7 @@ def register_tensors(
             contiguous. They are not copied: update() sends what they hold at that time.
         group: All ranks that publish together; None if there is only one.
 
-    Raises:
-        ConfigError: A tensor cannot be published as it is, or ranks disagree about one. Raised alike on every rank.
+    Raises ConfigError, alike on every rank, if a tensor cannot be published as it is, or ranks disagree about one.
     """
     held: list[Held] = []
     meeting = Meeting(rank, 1 if group is None else dist.get_world_size(group), group)
@@ -157,7 +153,6 @@ class Sender(Publisher):
 
     @property
     def link(self) -> str:
-        """The link in use."""
         return self._link.link
 
     def update(
@@ -202,7 +197,6 @@ class Sender(Publisher):
         return _with_errors(report, self._meeting.on_rank0(dict[int, str], lambda: call("finish", committed)))
 
     def close(self) -> None:
-        """Leave the link and drop staging."""
         super().close()
         self._link.close()
 
@@ -214,7 +208,6 @@ class Sender(Publisher):
 def _by_hook(
     hook: RequestHook | Sequence[RequestHook] | None, num_engines: int, exclude: Collection[int]
 ) -> dict[RequestHook, list[int]]:
-    """The engines that each hook is for."""
     hooks = [hook] * num_engines if callable(hook) else list(hook or ())
     if hook is not None and len(hooks) != num_engines:
         raise ProtocolError(f"update() has {len(hooks)} request hooks for {num_engines} engines")

@@ -148,20 +148,13 @@ class Launch:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """How many programs the launch has, tiles by chunks."""
         return -(-self.max_tiles // TILES_A_PROGRAM), len(self.table)
 
 
 def launches_of(
     rows: Sequence[Sequence[int]], num_tiles: Sequence[int], device: torch.device | str
 ) -> tuple[Launch, ...]:
-    """Launches that do all chunks once.
-
-    Args:
-        rows: As the kernels take them, without the chunks' numbers.
-        num_tiles: Of each chunk.
-        device: Where tables go.
-    """
+    """Launches that do all chunks once. Rows are those that the kernels take, without the chunks' numbers."""
     launches: list[Launch] = []
     for _, alike in groupby(sorted(range(len(rows)), key=num_tiles.__getitem__), lambda n: num_tiles[n].bit_length()):
         numbers = list(alike)

@@ -1,7 +1,7 @@
 """What a publish sends of a chunk of which few elements changed: where they are, and their bits.
 
-Owns the form and its torch functions; on CUDA the kernels of `change_kernels.py` do the same. An element is two bytes
-of the parameter: one bfloat16 value, or two neighbours in FP8.
+On CUDA the kernels of `change_kernels.py` do what the torch functions here do. An element is two bytes of the
+parameter: one bfloat16 value, or two neighbours in FP8.
 
     chunk     elements 0 .. n-1 of consecutive bytes of an engine's parameter, in tiles of TILE elements
     stream    int32   start_0, count_0, start_1, count_1, ...     per tile: its first record, and how many it has
@@ -36,7 +36,6 @@ _BITS = 0xFFFF
 
 
 def num_tiles(num_bytes: int) -> int:
-    """Tiles of a chunk."""
     return -(-num_bytes // (TILE * ELEMENT_BYTES))
 
 
@@ -63,11 +62,7 @@ class Chunk:
 
 
 class Packer:
-    """Packs many chunks at fixed places, any number of times: on CUDA in a few launches, else with torch.
-
-    Args:
-        chunks: On one device; they stay where they are.
-    """
+    """Packs many chunks of one device, which stay where they are, any number of times: on CUDA in a few launches."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = list(chunks)
@@ -120,12 +115,12 @@ class Landed:
 
     @property
     def num_records(self) -> int:
-        """Records after the table of tiles."""
         return self.stream.numel() - 2 * num_tiles(ELEMENT_BYTES * self.values.numel())
 
 
 def apply(landed: Sequence[Landed]) -> int | None:
     """Write all streams' elements, if every one of them is sound. Waits for the device once, before the first write.
+    Should a late write change a stream after its check, what is written still lies in its chunk.
 
     Returns:
         The first stream that is not; then nothing was written.
@@ -133,56 +128,38 @@ def apply(landed: Sequence[Landed]) -> int | None:
     if not landed:
         return None
     if not landed[0].values.is_cuda:
-        for index, one in enumerate(landed):
-            if not _is_sound(one):
-                return index
-        for one in landed:
-            _apply_with_torch(one)
+        found = [_placed(one) for one in landed]
+        if None in found:
+            return found.index(None)
+        for one, (places, bits) in zip(landed, filter(None, found), strict=True):
+            one.values[places] = bits
         return None
     from slipstream.weight_sync import change_kernels
 
     rows = [[one.stream.data_ptr(), one.values.data_ptr(), one.values.numel(), one.num_records] for one in landed]
     tiles = [num_tiles(ELEMENT_BYTES * one.values.numel()) for one in landed]
     launches = change_kernels.launches_of(rows, tiles, landed[0].values.device)
-    found = change_kernels.check(launches, TILE).cpu().numpy()
-    wrong = [i for i, (count, one) in enumerate(zip(found, landed, strict=True)) if count != one.num_records]
+    counted = change_kernels.check(launches, TILE).cpu().numpy()
+    wrong = [i for i, (count, one) in enumerate(zip(counted, landed, strict=True)) if count != one.num_records]
     if wrong:
         return wrong[0]
     change_kernels.apply(launches, TILE)
     return None
 
 
-def _tiles_of(one: Landed) -> tuple[Tensor, Tensor, Tensor]:
-    """Starts and counts of a stream's tiles, and its records."""
+def _placed(one: Landed) -> tuple[Tensor, Tensor] | None:
+    """Places and bits of a stream's records; None unless each belongs to one tile, and lies in it and in the chunk."""
     tiles = num_tiles(ELEMENT_BYTES * one.values.numel())
-    starts, counts = one.stream[: 2 * tiles].view(tiles, 2).long().unbind(1)
-    return starts, counts, one.stream[2 * tiles :].long()
-
-
-def _is_sound(one: Landed) -> bool:
-    """Whether every record belongs to one tile, and lies in it and in the chunk."""
     if one.num_records < 0:
-        return False
-    starts, counts, records = _tiles_of(one)
-    if bool(((starts < 0) | (counts < 0) | (starts + counts > len(records))).any()) or int(counts.sum()) != len(
-        records
-    ):
-        return False
-    places = (records[_order(starts, counts)] >> 16) + TILE * torch.arange(len(starts)).repeat_interleave(counts)
-    tile = torch.arange(len(starts)).repeat_interleave(counts)
-    return bool(((places // TILE == tile) & (places < one.values.numel())).all())
-
-
-def _apply_with_torch(one: Landed) -> None:
-    """The reference of change_kernels.apply, for one sound stream."""
-    starts, counts, records = _tiles_of(one)
-    records = records[_order(starts, counts)]
-    places = (records >> 16) + TILE * torch.arange(len(starts)).repeat_interleave(counts)
-    bits = records & _BITS
-    one.values[places] = torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16)
-
-
-def _order(starts: Tensor, counts: Tensor) -> Tensor:
-    """Indices of all tiles' records, tile by tile."""
-    first = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts)
-    return first + torch.arange(len(first))
+        return None
+    starts, counts = one.stream[: 2 * tiles].view(tiles, 2).long().unbind(1)
+    is_wrong = (starts < 0) | (counts < 0) | (starts + counts > one.num_records)
+    if bool(is_wrong.any()) or int(counts.sum()) != one.num_records:
+        return None
+    tile = torch.arange(tiles).repeat_interleave(counts)
+    order = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts) + torch.arange(one.num_records)
+    records = one.stream[2 * tiles :].long()[order]
+    places, bits = (records >> 16) + TILE * tile, records & _BITS
+    if not bool(((places // TILE == tile) & (places < one.values.numel())).all()):
+        return None
+    return places, torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16)

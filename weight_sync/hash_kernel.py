@@ -1,7 +1,7 @@
 """The fingerprint of `integrity.py` as a Triton kernel: near memory bandwidth, without scratch memory.
 
-Owns the kernel alone. The definition, the keys and the torch form that this must equal to the last bit are in
-`integrity.py`, its only caller. With block j holding words w_j0 ... w_j1023, the sum is taken as
+The definition, the keys and the torch form that this must equal to the last bit are in `integrity.py`, its only caller.
+With block j holding words w_j0 ... w_j1023, the sum is taken as
 
     H = sum_w A[w] * (sum_j w_jw * B[j])
 

@@ -1,6 +1,6 @@
 """A 64-bit hash of bytes at a position. It is additive: a parameter's hash is the sum of its parts' hashes.
 
-Owns the definition and its torch form; on CUDA the kernel of `hash_kernel.py` gives the same number.
+On CUDA the kernel of `hash_kernel.py` gives the same number as the torch form here.
 
 Definition, for bytes b_0, b_1, ... of a parameter (zero where a range does not reach), little-endian 32-bit words
 w_i = b_4i + 2^8 b_4i+1 + 2^16 b_4i+2 + 2^24 b_4i+3, all arithmetic mod 2^64:
@@ -42,10 +42,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64
 def hash_bytes(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int | None = None) -> int:
     """Hash of a contiguous tensor's bytes, which begin `offset_bytes` into their parameter. In [0, 2^64).
 
-    Args:
-        data: Contiguous, any dtype and shape, on any device.
-        offset_bytes: Position of data's first byte in the parameter.
-        scratch_bytes: Bound on temporary memory on data's device, at least MIN_SCRATCH_BYTES; default: by device type.
+    `scratch_bytes` bounds temporary memory on data's device, at least MIN_SCRATCH_BYTES; default: by device type.
     """
     return RangeHashes([data], [offset_bytes], scratch_bytes=scratch_bytes).values()[0]
 
@@ -56,7 +53,7 @@ class RangeHashes:
     Args:
         ranges: Contiguous tensors on one device, any dtype and shape; they stay where they are.
         offsets_bytes: Position of each one's first byte in its parameter.
-        scratch_bytes: Bound on temporary memory of the torch form.
+        scratch_bytes: Of the torch form.
     """
 
     def __init__(
@@ -151,14 +148,12 @@ def hash_with_torch(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes:
 
 
 def _bytes_of(data: torch.Tensor) -> torch.Tensor:
-    """Flat uint8 view."""
     if not data.is_contiguous():
         raise ValueError(f"hash needs contiguous data, got shape {tuple(data.shape)} with strides {data.stride()}")
     return data.detach().reshape(-1).view(torch.uint8)
 
 
 def _hash_chunk(data: torch.Tensor, position: int) -> torch.Tensor:
-    """Hash of a few blocks of bytes: unsigned words times keys, block by block."""
     front = position % 4
     back = -(front + data.numel()) % 4
     if front or back or data.storage_offset() % 4:

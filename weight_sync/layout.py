@@ -36,12 +36,11 @@ class Region:
 
     @property
     def num_elements(self) -> int:
-        """Product of the shape; 1 for a scalar."""
         return prod(self.shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """Exclusive end, one entry per dim."""
+        """Exclusive."""
         return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
 
     def intersect(self, other: Region) -> Region | None:
@@ -143,10 +142,8 @@ class DestLayout:
     fills: tuple[Fill, ...] = ()
 
     def written_ranges(self) -> dict[str, list[tuple[int, int]]]:
-        """Parameter -> (start, size) of the byte ranges that a publish writes: all except declared fills.
-
-        Derived parameters are absent: no byte of them is sent.
-        """
+        """Parameter -> (start, size) of the byte ranges that a publish writes: all except declared fills, and nothing
+        of derived parameters."""
         fills: dict[str, list[Fill]] = {}
         for fill in self.fills:
             fills.setdefault(fill.param, []).append(fill)
@@ -167,7 +164,7 @@ class DestLayout:
         return written
 
     def written_bytes(self) -> dict[str, int]:
-        """Parameter -> bytes that a publish writes into it; derived parameters are absent."""
+        """The sum of each parameter's ranges."""
         return {name: sum(size for _, size in ranges) for name, ranges in self.written_ranges().items()}
 
 

@@ -1,8 +1,5 @@
 """The protocol of a source of weights: it can write out rectangles of checkpoint tensors.
 
-Owns only the protocol. `trainer/delivery/merged_source.py` implements it over FSDP2 shards and LoRA factors; tests
-implement it over a dict of tensors.
-
 Every rank makes these calls in a publish:
 
     begin(version)          collective; the source may gather what a merge needs (small LoRA factors)
@@ -36,11 +33,8 @@ class WeightSource(Protocol):
         ...
 
     def begin(self, version: int) -> int:
-        """Prepare to read `version`. Collective over the trainer's ranks.
-
-        Returns:
-            Temporary device bytes held until end(); at most `temporary_bytes`.
-        """
+        """Prepare to read `version`. Collective over the trainer's ranks. Returns temporary device bytes held until
+        end(); at most `temporary_bytes`."""
         ...
 
     def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
@@ -55,5 +49,5 @@ class WeightSource(Protocol):
         ...
 
     def end(self) -> None:
-        """Drop everything begin() prepared. Rank-local."""
+        """Drop what begin() prepared. Rank-local."""
         ...

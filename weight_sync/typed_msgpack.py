@@ -39,7 +39,7 @@ class Sent(Generic[Layout]):
 
 
 def unpack(cls: type[T], data: bytes | msgspec.Raw) -> T:
-    """Inverse of pack, for a known type, e.g. unpack(EngineRank, data). Raises ProtocolError if it does not fit."""
+    """Inverse of pack, e.g. unpack(EngineRank, data). Raises ProtocolError if the bytes do not fit the type."""
     try:
         return decoder_of(cls).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:

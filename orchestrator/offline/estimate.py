@@ -55,9 +55,11 @@ from slipstream.weight_sync.prediction.predict import (
     PACK_PASSES,
     Prediction,
     apply_passes,
+    neighbours,
     predict,
+    relay_s,
+    written_alone,
 )
-from slipstream.weight_sync.prediction.relayed import neighbours, relay_s, written_alone
 
 if TYPE_CHECKING:
     from slipstream.trainer.delivery.planned_layouts import PlannedTrainer, TrainerMemory
@@ -268,7 +270,7 @@ class _Publish:
 
     def remote_merge(self, summary: PlanSummary) -> RemoteMergeChoice:
         """A and B alone. Each engine rank copies its base to where it merges, over the bus or in its own memory."""
-        from slipstream.weight_sync.merging.runs import runs_of
+        from slipstream.weight_sync.merging.factors import runs_of
         from slipstream.weight_sync.replica.own_merge import written_again  # with torch
 
         merges = {merge.tensor: merge for merge in self.planned.merges()}

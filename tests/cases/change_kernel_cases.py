@@ -96,7 +96,7 @@ def case_changes_out_of_bounds(device: str) -> None:
 
 
 def case_merge_and_mark(device: str) -> None:
-    """Values are _merge's to the bit, and marks say where two of its results differ; any bands, cuts and strides."""
+    """Values are those without marks, and marks say where two results differ in a bit; any bands, cuts and strides."""
     generator = torch.Generator().manual_seed(0)
     rows, columns, rank = 70, 40, 5
     base = (torch.randn(3 * rows, columns, generator=generator) * 0.1).bfloat16().to(device)
@@ -122,7 +122,7 @@ def case_merge_and_mark(device: str) -> None:
                 now, last, marked, marks = (x.t()[None] if is_transposed else x[None] for x in (*outs, marks))
                 for one, out in zip(given, (now, last), strict=True):
                     merge_kernel.merger(one, out)()
-                merge_kernel.marker(given[0], given[1], marked, marks)()
+                merge_kernel.merger(given[0], marked, given[1], marks)()
                 assert torch.equal(marked.view(torch.int16), now.view(torch.int16))
                 wanted = now.view(torch.int16) != last.view(torch.int16)
                 assert torch.equal(marks, wanted.to(torch.uint8)), (key, first, is_transposed)

@@ -27,8 +27,7 @@ from slipstream.weight_sync.layout import (
 )
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
-from slipstream.weight_sync.replica.expected import Planned
-from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
+from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected, Planned
 from slipstream.weight_sync.replica.receiver import Receiver
 from slipstream.weight_sync.transport.base import Transport
 

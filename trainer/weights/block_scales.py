@@ -49,9 +49,9 @@ from slipstream.trainer.weights.quantization import (
 from slipstream.trainer.weights.row_runs import RowRun, Rows, local_rows
 from slipstream.trainer.weights.shards import HeldTensor
 from slipstream.weight_sync.layout import Region, SourceShard
+from slipstream.weight_sync.merging.factors import MERGE_ROWS
 from slipstream.weight_sync.merging.merge import round_into
 from slipstream.weight_sync.merging.rounding import FP8_MAX
-from slipstream.weight_sync.merging.rows_at_once import MERGE_ROWS
 from slipstream.weight_sync.publish.collectives import all_gather_bytes
 from slipstream.weight_sync.typed_msgpack import pack, unpack
 

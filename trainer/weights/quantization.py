@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonObject
 from slipstream.weight_sync.layout import TensorMeta
-from slipstream.weight_sync.merging.rows_at_once import MERGE_ROWS, ROUNDED_ROWS
+from slipstream.weight_sync.merging.factors import MERGE_ROWS, ROUNDED_ROWS
 
 BLOCK = 128
 """Rows and columns of a block."""

@@ -1,8 +1,5 @@
 """Rectangles of tensors in host or device memory, copied into a staging slot: the host-to-device stage of a publish.
 
-Owns: which bytes of a row-major tensor a rectangle is, and moving them with the fewest operations. Does not own which
-tensors are in memory (`tensor_source.py`) nor slots (`staging_slots.py`).
-
     whole rows, same format      one copy of a run of bytes; runs that follow each other in memory and slot are one
     columns, same format         one 2D copy (the copy engine walks the rows; nothing is gathered on the host)
     another format or order      through a scratch buffer on the slot's device, in pieces that fit it, cast there
@@ -54,21 +51,18 @@ class Run:
     data: Tensor
     slot_offset: int
 
-    def joins(self, other: Run) -> bool:
-        """Whether `other` begins where this ends, in memory and in the slot."""
-        return (
+    def takes(self, other: Run) -> bool:
+        """Take `other`'s bytes into this run if they begin where it ends, in memory and in the slot; say whether."""
+        is_next = (
             self.data.untyped_storage().data_ptr() == other.data.untyped_storage().data_ptr()
             and self.data.data_ptr() + self.data.numel() == other.data.data_ptr()
             and self.slot_offset + self.data.numel() == other.slot_offset
         )
-
-    def join(self, other: Run) -> None:
-        """Add `other`'s bytes to this run."""
-        size = self.data.numel() + other.data.numel()
-        self.data = self.data.as_strided((size,), (1,))
+        if is_next:
+            self.data = self.data.as_strided((self.data.numel() + other.data.numel(),), (1,))
+        return is_next
 
     def copy(self, slot: Tensor, scratch: Tensor | None) -> None:
-        """Copy in one operation."""
         slot[self.slot_offset : self.slot_offset + self.data.numel()].copy_(self.data, non_blocking=True)
 
 
@@ -81,7 +75,6 @@ class Columns:
     slot_offset: int
 
     def copy(self, slot: Tensor, scratch: Tensor | None) -> None:
-        """Make one 2D copy per block."""
         copy_blocks(self.data, self.blocks, slot[self.slot_offset :])
 
 
@@ -119,9 +112,7 @@ def compile_copies(pairs: Sequence[tuple[Held, PackedRead]], scratch_bytes: int)
         elif len(blocks) == 1 and blocks[0].height == 1:
             run = Run(held.data[blocks[0].offset : blocks[0].offset + blocks[0].width], read.offset_bytes)
             last = copies[-1] if copies else None
-            if isinstance(last, Run) and last.joins(run):
-                last.join(run)
-            else:
+            if not (isinstance(last, Run) and last.takes(run)):
                 copies.append(run)
         else:
             copies.append(Columns(held.data, blocks, read.offset_bytes))
@@ -166,7 +157,7 @@ def split(region: Region, max_elements: int) -> Iterator[Region]:
 
 
 def copy_blocks(data: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
-    """Copy the bytes of `blocks`, one after the other, into flat `out`, on the current stream."""
+    """Copy blocks, one after the other, into flat `out`, on the current stream."""
     offset = 0
     for block in blocks:
         size = block.height * block.width

@@ -5,9 +5,8 @@ merged weights in block-FP8. (Those in bfloat16 are computed again: trainer/deli
 
     fill a slot    source --> slot, and if changes are wanted: slot != kept --> marks; slot --> kept
 
-Owns: the kept bytes of each load, as large as what this rank packs in a publish, page-locked if there is CUDA; and
-whether they are of the publish before. Does not own the form of changes (weight_sync/changes.py). Invariant: where the
-kept bytes are not known to be those of the publish before, everything is marked.
+Kept bytes are as large as what this rank packs in a publish, and page-locked if there is CUDA. Invariant: where they
+are not known to be those of the publish before, everything is marked.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class KeptSource:
 
     @property
     def temporary_bytes(self) -> int:
-        """The source's, and the scratch."""
         return self._source.temporary_bytes + self._scratch_bytes
 
     def layout(self) -> SourceLayout:
@@ -69,7 +67,6 @@ class KeptSource:
         self._publish += 1
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
-        """As the source's; what fills a slot is kept."""
         filling = self.compile_marked_reads(reads)
         return lambda slot: filling(slot, None)
 
@@ -100,7 +97,6 @@ class KeptSource:
         return kept
 
     def _compare(self, values: Tensor, kept: Tensor, differs: Tensor) -> None:
-        """differs = values != kept, of as many elements as there are."""
         if not values.is_cuda:
             torch.ne(values, kept, out=differs)
             return
@@ -114,7 +110,6 @@ class KeptSource:
 
 
 def kept_scratch_bytes(device_type: str, watermark_bytes: int) -> int:
-    """Device memory for kept bytes."""
     return min(SCRATCH_BYTES, aligned(watermark_bytes // 16)) if device_type == "cuda" else 0
 
 
@@ -134,7 +129,6 @@ class _Kept:
             self._values = host_bytes(self._num_bytes, is_locked=is_locked).view(torch.int16)
 
     def take(self, slot: Tensor, publish: int) -> None:
-        """Copy the load that fills a slot."""
         self._values.copy_(self._elements(slot), non_blocking=True)
         self._publish = publish
 

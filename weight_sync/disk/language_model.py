@@ -1,14 +1,11 @@
-"""Where the tensors of a language model lie in a checkpoint that has a vision tower, or stacks its experts.
+"""Where the tensors of a language model lie in a checkpoint that has a vision tower, or stacks its experts. No torch.
 
-Owns: the names that a checkpoint of more than the language model gives to its tensors, and the place of one expert in
-a stack of all. Does not own the files' index (`safetensors_files.py`). No torch.
-
-    stored                                    found as
-    model.language_model.norm.weight          model.norm.weight
-    language_model.lm_head.weight             lm_head.weight
-    ...mlp.experts.gate_up_proj  (E, 2I, H)   ...mlp.experts.3.gate_proj.weight (I, H): rows 0..I-1 of expert 3
-                                              ...mlp.experts.3.up_proj.weight   (I, H): the rows below them
-    ...mlp.experts.down_proj     (E, H, I)    ...mlp.experts.3.down_proj.weight (H, I)
+stored                                    found as
+model.language_model.norm.weight          model.norm.weight
+language_model.lm_head.weight             lm_head.weight
+...mlp.experts.gate_up_proj  (E, 2I, H)   ...mlp.experts.3.gate_proj.weight (I, H): rows 0..I-1 of expert 3
+                                          ...mlp.experts.3.up_proj.weight   (I, H): the rows below them
+...mlp.experts.down_proj     (E, H, I)    ...mlp.experts.3.down_proj.weight (H, I)
 """
 
 import re
@@ -24,14 +21,11 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def language_model_tensors(stored: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dict[str, StoredTensor]:
-    """Every tensor, under the name that it has in a checkpoint of the language model alone.
+    """Every tensor, under the name that it has in a checkpoint of the language model alone. Raises ConfigError if two
+    would have one name.
 
     Args:
-        stored: From `read_index`.
         wanted: Names of the model's tensors; experts among them are looked for in stacks, too.
-
-    Raises:
-        ConfigError: Two tensors would have one name.
     """
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
@@ -52,7 +46,7 @@ def language_model_tensors(stored: Mapping[str, StoredTensor], wanted: Iterable[
 
 
 def name_without_wrapper(stored: str) -> str:
-    """A tensor's name in a checkpoint of the language model alone; as it is, if it is no tensor of that."""
+    """In a checkpoint of the language model alone; as it is, if it is no tensor of that."""
     return next((own + stored[len(prefix) :] for prefix, own in _PREFIXES.items() if stored.startswith(prefix)), stored)
 
 

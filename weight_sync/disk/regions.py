@@ -1,8 +1,4 @@
-"""Reads rectangles of a checkpoint on disk, one after the other, without a copy of the files in memory.
-
-Owns: the mapping of files, and the cast. Does not own the index (safetensors_files.py), nor the names that a checkpoint
-of more than a language model gives to its tensors (language_model.py).
-"""
+"""Reads rectangles of a checkpoint on disk, one after the other, without a copy of the files in memory."""
 
 from collections.abc import Iterable
 from math import prod
@@ -18,15 +14,7 @@ from slipstream.weight_sync.layout import DTYPE_BYTES, Region
 
 
 class RegionReader:
-    """See the module's docstring.
-
-    Args:
-        folder: Holds safetensors files.
-        wanted: Names of the model's tensors.
-
-    Raises:
-        ConfigError: The folder holds no complete checkpoint of the model.
-    """
+    """Of a folder with safetensors files. Raises ConfigError if it lacks one of the wanted tensors."""
 
     def __init__(self, folder: Path, wanted: Iterable[str]) -> None:
         names = list(wanted)

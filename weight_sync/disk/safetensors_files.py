@@ -1,9 +1,8 @@
 """Where the tensors of a safetensors checkpoint lie on disk. Only headers are read, no weights.
 
-Owns: the index of a folder: complete, or refused with the reason (a missing shard, an interrupted download, a Git LFS
-pointer instead of a file). Does not own reading the data (`safetensors_source.py`, `trainer/weights/loading.py`) nor
-what a model needs (`orchestrator/inputs/model_files.py`). No torch. Invariant: each tensor comes from one file: the one
-that the folder's index names or, without an index, the only one that holds it.
+The index of a folder is complete, or refused with the reason (a missing shard, an interrupted download, a Git LFS
+pointer instead of a file). No torch. Invariant: each tensor comes from one file: the one that the folder's index names
+or, without an index, the only one that holds it.
 
 A safetensors file is 8 bytes (length N of the header, little endian), N bytes of JSON {tensor: {dtype, shape,
 data_offsets}}, then the data (https://huggingface.co/docs/safetensors). Its size therefore follows from its header.
@@ -55,7 +54,6 @@ def read_index(folder: Path, option: str, hint: str = "") -> dict[str, StoredTen
     files.
 
     Args:
-        folder: Holds the files.
         option: What the user calls the folder, for messages: "model.path".
         hint: What a user without weights can do instead.
 
@@ -77,11 +75,7 @@ def read_index(folder: Path, option: str, hint: str = "") -> dict[str, StoredTen
 
 
 def tensor_metas(stored: Mapping[str, StoredTensor]) -> tuple[TensorMeta, ...]:
-    """The tensors in checkpoint coordinates, ordered by name: the same on every rank.
-
-    Raises:
-        ConfigError: a tensor's format cannot be published.
-    """
+    """Ordered by name: the same on every rank. Raises ConfigError if a tensor's format cannot be published."""
     for name, tensor in stored.items():
         if tensor.dtype not in DTYPES:
             raise ConfigError(
@@ -91,11 +85,7 @@ def tensor_metas(stored: Mapping[str, StoredTensor]) -> tuple[TensorMeta, ...]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, after its size was compared with what the header says.
-
-    Raises:
-        ConfigError: the file is not safetensors, or is cut short.
-    """
+    """The tensors of one safetensors file. Raises ConfigError if it is none, or is shorter than its header says."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -128,7 +118,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _checked(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Check a header's entry and return its format, its shape, its first byte and the byte past its last."""
+    """A header's entry: its format, its shape, its first byte and the byte past its last."""
     try:
         dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, first, last - first)):
@@ -145,7 +135,6 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], i
 
 
 def _without_index(folder: Path, option: str, hint: str) -> dict[str, StoredTensor]:
-    """The tensors of every safetensors file. Refuses two tensors of one name, because nothing says which counts."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ConfigError(f"{option}={folder} holds no .safetensors file; give a folder with weights{hint}")

@@ -1,8 +1,5 @@
 """Holds this rank's share of a checkpoint in host memory: the ranks together read it once, and publish from there.
 
-Owns: which bytes each rank reads, the memory (pinned if there is CUDA), reading and reading again. Does not own the
-files' index (`safetensors_files.py`) nor copies to a device (`tensor_source.py`).
-
     files, sorted     |======== 1 ========|==== 2 ====|======= 3 =======|
     bytes, n ranks    |   rank 0   |   rank 1   |   rank 2   |  rank 3  |     cut between rows: shares differ by a row
     a rank's share    blocks of at most 1 GiB, each one run of a file and one allocation; tensors lie in it as on disk,
@@ -32,12 +29,7 @@ from torch import Tensor
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.failures import undone_by
 from slipstream.weight_sync.disk.copies import Held
-from slipstream.weight_sync.disk.safetensors_files import (
-    DTYPES,
-    StoredTensor,
-    read_index,
-    tensor_metas,
-)
+from slipstream.weight_sync.disk.safetensors_files import DTYPES, StoredTensor, read_index, tensor_metas
 from slipstream.weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta, first_difference
 from slipstream.weight_sync.page_lock import page_lock, pages
@@ -60,7 +52,6 @@ class Rows:
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk."""
         return self.region.num_elements * DTYPE_BYTES[DTYPES[self.stored.dtype]]
 
     @property
@@ -74,7 +65,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Rows that are one run of bytes of a file and are read into one allocation."""
+    """Rows that are one run of bytes of a file, and are read into one allocation."""
 
     path: Path
     start: int
@@ -97,16 +88,8 @@ class ReadReport:
 
 
 class Checkpoint:
-    """One rank's share of a checkpoint. Use `api.register_checkpoint`.
-
-    Args:
-        folder: Holds safetensors files, with an index when there are several.
-        rank, world_size: Which share is read here.
-        scratch_bytes: See TensorSource.
-
-    Raises:
-        ConfigError: The folder holds no complete checkpoint. No weights were read yet.
-    """
+    """One rank's share of a checkpoint. Use `api.register_checkpoint`. Raises ConfigError if the folder holds no
+    complete one."""
 
     def __init__(
         self,
@@ -140,7 +123,8 @@ class Checkpoint:
     def source(self) -> TensorSource:
         """The source for a Publisher. Plans may be made before read() has ended; publishes are refused until then."""
         if self._source is None:
-            self._memory = [_allocate(plan) for plan in self._plans]
+            # a block begins at the same offset in a page as in the file
+            self._memory = [pages(plan.start % _PAGE_BYTES + plan.stop - plan.start) for plan in self._plans]
             self._blocks = [
                 torch.frombuffer(memory, dtype=torch.uint8)[plan.start % _PAGE_BYTES :]
                 for memory, plan in zip(self._memory, self._plans, strict=True)
@@ -150,12 +134,8 @@ class Checkpoint:
         return self._source
 
     def read(self) -> ReadReport:
-        """Read the share into memory and, the first time, page-lock it. Blocks. Not collective. Call it in any thread,
-        but one at a time.
-
-        Raises:
-            ConfigError: A file is gone, was cut short or changed while it was read.
-        """
+        """Read the share into memory and, the first time, page-lock it. Not collective. Call it in any thread, but one
+        at a time. Raises ConfigError if a file is gone, was cut short or changed while it was read."""
         began = time.monotonic()
         source = self.source
         source.missing = f"CHECKPOINT={self._folder} was not read whole: call read() again"
@@ -184,9 +164,7 @@ class Checkpoint:
         or the present ones.
 
         Publishers of `source` stay connected; publish again to send the weights. Do not call it during a publish.
-
-        Raises:
-            ConfigError: The tensors differ in name, shape or format.
+        Raises ConfigError if the tensors differ in name, shape or format.
         """
         where = self._folder if folder is None else Path(folder)
         index = read_index(where, "CHECKPOINT")
@@ -268,7 +246,7 @@ def plan_blocks(
 
 
 def _append(plans: list[BlockPlan], name: str, stored: StoredTensor, begin: int, end: int, block_bytes: int) -> None:
-    """Add rows to the last block if they follow it in the file and there is room; otherwise open another block."""
+    """Add rows to the last block if they follow it in the file and there is room; else open another one."""
     region = (
         Region((begin,) + (0,) * (len(stored.shape) - 1), (end - begin, *stored.shape[1:]))
         if stored.shape
@@ -286,11 +264,6 @@ def _append(plans: list[BlockPlan], name: str, stored: StoredTensor, begin: int,
         plans[-1] = BlockPlan(last.path, last.start, stop, (*last.rows, rows))
     else:
         plans.append(BlockPlan(stored.path, rows.offset, stop, (rows,)))
-
-
-def _allocate(plan: BlockPlan) -> mmap.mmap:
-    """The block begins at the same offset in a page as in the file."""
-    return pages(plan.start % _PAGE_BYTES + plan.stop - plan.start)
 
 
 def _read_into(path: Path, offset: int, out: Tensor) -> None:

@@ -1,9 +1,5 @@
 """A WeightSource over tensors in memory: pinned host memory (a checkpoint, an offloaded base) or a device.
 
-Owns: what this rank holds, finding it for a read, the stream and the scratch of the copies. Does not own the copies
-(`copies.py`), filling host memory (`safetensors_source.py`), or a merge: a source that adds to what it reads first
-calls compile_copies() itself.
-
 Invariants: read() never communicates. When fill() has returned, work on the current stream sees the complete slot.
 Temporary memory is one scratch buffer of at most `scratch_bytes`, on the slots' device.
 """
@@ -30,7 +26,6 @@ class TensorSource:
     Args:
         rank: This rank among those that publish together.
         tensors: Every checkpoint tensor, the same on all ranks.
-        held: What this rank can write out.
         scratch_bytes: The most memory for casts; less is taken if every held rectangle is smaller.
     """
 
@@ -43,22 +38,16 @@ class TensorSource:
         self._layout = SourceLayout(rank, tuple(tensors), tuple(SourceShard(item.tensor, item.region) for item in held))
         largest = max((item.data.numel() for item in held), default=0)
         self.temporary_bytes = min(max(scratch_bytes, max(DTYPE_BYTES.values())), largest)
-        """The scratch of casts."""
         self.missing = ""
         """Why the tensors must not be published yet, such as that a checkpoint is still being read; empty: they may."""
         self._scratch: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def layout(self) -> SourceLayout:
-        """What this rank holds."""
         return self._layout
 
     def begin(self, version: int) -> int:
-        """Order the copies after the work that is queued on the caller's stream. Not collective.
-
-        Raises:
-            WeightSyncError: `missing` says why there is nothing to publish.
-        """
+        """Order the copies after the work that is queued on the caller's stream. Not collective."""
         if self.missing:
             raise WeightSyncError(self.missing)
         if self._stream is not None:
@@ -66,7 +55,7 @@ class TensorSource:
         return self.temporary_bytes
 
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
-        """Read one rectangle; see the protocol. Planned publishes use compile_reads()."""
+        """See the protocol. Planned publishes use compile_reads()."""
         dtype = str(out.dtype).removeprefix("torch.")
         whole = PackedRead(tensor, region, tuple(range(len(region.shape))), dtype, 0)
         flat = torch.empty(whole.num_bytes, dtype=torch.uint8, device=out.device)
@@ -91,7 +80,7 @@ class TensorSource:
         return lambda slot: partial(fill, slot)
 
     def end(self) -> None:
-        """Do nothing: begin() gathered nothing."""
+        """Nothing was gathered."""
 
     def _find(self, read: PackedRead) -> Held:
         for held in self._held.get(read.tensor, ()):

@@ -1,7 +1,7 @@
 """W + scale * B @ A for rows of a weight. A row has the same bits in any rectangle in which it is computed.
 
-Owns the one formula by which an adapter merges into its base. The merged export and the weight source of a publish
-both go through it, so that an engine's bytes can be compared with an exported checkpoint's.
+The merged export and the weight source of a publish both go through this one formula, so that an engine's bytes can be
+compared with an exported checkpoint's.
 
 The bits of a matrix product depend not only on its operands' values: BLAS libraries choose a kernel, and so the order
 of the sum over the rank, by shape and alignment. (On a CPU, about half of random rectangles of B @ A differ in the last
@@ -21,9 +21,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from slipstream.weight_sync.merging.factors import MERGE_ROWS, ROUNDED_ROWS
 from slipstream.weight_sync.merging.merge_operands import MergeOperands
 from slipstream.weight_sync.merging.rounding import dithered, thresholds
-from slipstream.weight_sync.merging.rows_at_once import MERGE_ROWS, ROUNDED_ROWS
 
 ALIGNMENT_BYTES = 64
 """In bytes. torch's allocators align at least to this, and for aligned operands a BLAS library takes one code path."""
@@ -33,11 +33,8 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
     """A function that writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, rounded to
     out.dtype: by the thresholds of operands.key if there is one and the format is bfloat16, else to nearest.
 
-    The function keeps the tensors, and may be called again after their values changed.
-
-    Args:
-        operands: Base and factors.
-        out_GRN: Any strides and float dtype, on the same device.
+    The function keeps the tensors, and may be called again after their values changed. `out` has any strides and any
+    float dtype.
     """
     if operands.base_GRN.is_cuda:
         from slipstream.weight_sync.merging import merge_kernel  # needs Triton, which a CPU host may lack
@@ -46,7 +43,6 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
     a_EKN, rows_a_factor = operands.a_EKN, operands.rows_a_factor
 
     def merge_on_host() -> None:
-        """Band by band, factor by factor."""
         bands = zip(operands.base_GRN, operands.b_GRK, out_GRN, strict=True)
         for band, (base_RN, b_RK, out_RN) in enumerate(bands):
             done = 0
@@ -77,17 +73,15 @@ def marker(operands: MergeOperands, last: MergeOperands, out_GRN: Tensor, marks_
 
     Args:
         operands, last: Of the same rows; only the values of the factors differ.
-        out_GRN: bfloat16.
-        marks_GRN: uint8, with the strides of `out`.
+        out_GRN, marks_GRN: bfloat16 and uint8, of equal strides.
     """
     if operands.base_GRN.is_cuda:
         from slipstream.weight_sync.merging import merge_kernel
 
-        return merge_kernel.marker(operands, last, out_GRN, marks_GRN)
+        return merge_kernel.merger(operands, out_GRN, last, marks_GRN)
     merge = merger(operands, out_GRN)
 
     def merge_and_mark_on_host() -> None:
-        """Some rows of a band at a time."""
         merge()
         scratch_RN = out_GRN.new_empty(MERGE_ROWS, out_GRN.shape[2])
         for band in range(out_GRN.shape[0]):

@@ -1,9 +1,8 @@
 """The formula of `merge.py` as one Triton kernel, over a whole stack of adapters at once.
 
-Owns the kernel, and how tiles cover rows under several factors A; `merge.py` calls it, says what it computes and holds
-the torch form. An element is computed by the same float32 operations wherever its tile begins: one thread block sums
-over the rank, padded with columns of zeros, in a fixed order. Hence any rectangle has the bits of the whole, and so
-have bands of rows at a pitch, and what fp8_kernels.py computes of the same rows.
+An element is computed by the same float32 operations wherever its tile begins: one thread block sums over the rank,
+padded with columns of zeros, in a fixed order. Hence any rectangle has the bits of the whole, and so have bands of rows
+at a pitch, and what fp8_kernels.py computes of the same rows.
 """
 
 # pyright: basic
@@ -39,8 +38,6 @@ ROUNDING = ("key", "stack_row", "first_column")
 
 
 class Matrices(NamedTuple):
-    """What is merged, and how it lies."""
-
     base: Any
     b: Any
     a: Any
@@ -125,41 +122,6 @@ def _merge(
     tiles_a_band,
     first_row,
     pitch,
-    out_ptr,
-    out_band_stride,
-    out_stride,
-    out_column_stride,
-    key,
-    stack_row,
-    first_column,
-    DITHERED: tl.constexpr,
-    RANK: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
-):
-    """out = merged, in the format of `out`; if DITHERED, bfloat16, by the thresholds of `key`."""
-    merged, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
-    )  # fmt: skip
-    if DITHERED:
-        thresholds = tile_thresholds(
-            key, stack_row, first_row, pitch, skipped_rows, first_column, band, at, columns
-        )  # fmt: skip
-        merged = cut_bits(merged, thresholds, 16)
-    out = out_ptr + band * out_band_stride
-    out += at[:, None] * out_stride + columns[None, :].to(tl.int64) * out_column_stride
-    tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
-
-
-@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
-def _merge_and_mark(
-    matrices,
-    num_rows,
-    skipped_rows,
-    first_tile,
-    band_rows,
-    tiles_a_band,
-    first_row,
-    pitch,
     last_b_ptr,
     last_a_ptr,
     out_ptr,
@@ -171,19 +133,25 @@ def _merge_and_mark(
     stack_row,
     first_column,
     DITHERED: tl.constexpr,
+    MARKED: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
 ):
-    """As _merge, in bfloat16; a mark is 1 where the factors of the last time give other bits. The base comes from
-    memory once: the second tile finds it in the cache."""
-    last_matrices = Matrices(
-        matrices.base, last_b_ptr, last_a_ptr, matrices.scale, matrices.num_columns, matrices.rows_a_factor,
-        matrices.base_band_stride, matrices.base_stride, matrices.b_band_stride, matrices.b_stride,
-        matrices.a_stack_stride, matrices.a_stride,
-    )  # fmt: skip
-    last, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        last_matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
-    )  # fmt: skip
+    """out = merged, in the format of `out`; if DITHERED, bfloat16, by the thresholds of `key`.
+
+    If MARKED, in bfloat16: a mark is 1 where the factors of the last time give other bits. The base comes from memory
+    once: the second tile finds it in the cache.
+    """
+    if MARKED:
+        last_matrices = Matrices(
+            matrices.base, last_b_ptr, last_a_ptr, matrices.scale, matrices.num_columns, matrices.rows_a_factor,
+            matrices.base_band_stride, matrices.base_stride, matrices.b_band_stride, matrices.b_stride,
+            matrices.a_stack_stride, matrices.a_stride,
+        )  # fmt: skip
+        last, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            last_matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK,
+            PADDED_RANK,
+        )  # fmt: skip
     merged, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
         matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
     )  # fmt: skip
@@ -192,13 +160,15 @@ def _merge_and_mark(
             key, stack_row, first_row, pitch, skipped_rows, first_column, band, at, columns
         )  # fmt: skip
         merged = cut_bits(merged, thresholds, 16)
-        last = cut_bits(last, thresholds, 16)
+        if MARKED:
+            last = cut_bits(last, thresholds, 16)
     place = band * out_band_stride + at[:, None] * out_stride + columns[None, :].to(tl.int64) * out_column_stride
     inside = is_row[:, None] & is_column[None, :]
-    values = merged.to(tl.bfloat16)
-    marks = values.to(tl.int16, bitcast=True) != last.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    values = merged.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, values, mask=inside)
-    tl.store(marks_ptr + place, marks.to(tl.uint8), mask=inside)
+    if MARKED:
+        marks = values.to(tl.int16, bitcast=True) != last.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        tl.store(marks_ptr + place, marks.to(tl.uint8), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,34 +215,29 @@ def tiles_of(operands: MergeOperands) -> Tiles:
     return Tiles(grid, arguments, constants, rows_a_band)
 
 
-def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
-    """merge.merger on CUDA tensors: one launch, on the current stream."""
+def merger(
+    operands: MergeOperands, out_GRN: Tensor, last: MergeOperands | None = None, marks_GRN: Tensor | None = None
+) -> Callable[[], object]:
+    """merge.merger on CUDA tensors, or merge.marker with the last two: one launch, on the current stream."""
     tiles = tiles_of(operands)
+    before = tiles.arguments[0]
+    if last is not None:
+        others = tiles_of(last)
+        now, before = tiles.arguments[0], others.arguments[0]
+        assert now[3:] == before[3:] and tiles.arguments[1:] == others.arguments[1:], "both lie alike"
+        assert marks_GRN is not None and marks_GRN.stride() == out_GRN.stride()
+        assert now.b.dtype is before.b.dtype and now.a.dtype is before.a.dtype
     launch: Any = _merge[tiles.grid]
+    outs = (out_GRN, out_GRN if marks_GRN is None else marks_GRN)
     places = (tiles.band_stride(out_GRN), out_GRN.stride(1), out_GRN.stride(2))
     is_dithered = operands.key is not None and out_GRN.dtype is torch.bfloat16
     return partial(
-        launch, *tiles.arguments, out_GRN, *places, *rounding_of(operands), DITHERED=is_dithered, **tiles.constants
-    )
-
-
-def marker(operands: MergeOperands, last: MergeOperands, out_GRN: Tensor, marks_GRN: Tensor) -> Callable[[], object]:
-    """merge.marker on CUDA tensors: one launch, on the current stream."""
-    tiles, others = tiles_of(operands), tiles_of(last)
-    now, before = tiles.arguments[0], others.arguments[0]
-    assert now[3:] == before[3:] and tiles.arguments[1:] == others.arguments[1:], "both lie alike"
-    assert marks_GRN.stride() == out_GRN.stride()
-    assert now.b.dtype is before.b.dtype and now.a.dtype is before.a.dtype
-    launch: Any = _merge_and_mark[tiles.grid]
-    places = (tiles.band_stride(out_GRN), out_GRN.stride(1), out_GRN.stride(2))
-    return partial(
-        launch, *tiles.arguments, before.b, before.a, out_GRN, marks_GRN, *places, *rounding_of(operands),
-        DITHERED=operands.key is not None, **tiles.constants,
+        launch, *tiles.arguments, before.b, before.a, *outs, *places, *rounding_of(operands),
+        DITHERED=is_dithered, MARKED=last is not None, **tiles.constants,
     )  # fmt: skip
 
 
 def rounding_of(operands: MergeOperands) -> tuple[int, int, int]:
-    """The arguments of ROUNDING."""
     return operands.key or 0, operands.stack_row, operands.first_column
 
 

@@ -7,8 +7,7 @@ get is the value (stochastic rounding: Croci et al. 2022, https://doi.org/10.109
 belongs to an element of a parameter for the whole run, so that equal values give equal bits, and few elements change
 from version to version.
 
-Owns the thresholds and the rounding, as torch operations; rounding_kernel.py, merge_kernel.py and fp8_kernels.py repeat
-both, bit by bit. `rounded_sum` does the same for activations.
+rounding_kernel.py, merge_kernel.py and fp8_kernels.py repeat these torch operations, bit by bit.
 
 Invariant: a threshold depends on the run's seed, the name of the parameter, and the element's row and column in the
 parameter as it is over all ranks. It does not depend on how ranks cut it, on what an engine asks for, or on a resume.
@@ -41,8 +40,6 @@ def dithered(values_RN: Tensor, thresholds_RN: Tensor, dtype: torch.dtype) -> Te
     """Round float32 values to bfloat16, whose bits are the upper half of float32's. NaN stays NaN.
 
     Args:
-        values_RN: Float32.
-        thresholds_RN: From `thresholds`.
         dtype: bfloat16 or float8_e4m3fn; values of the latter must be within +-FP8_MAX.
 
     Returns:
@@ -58,7 +55,6 @@ def thresholds(key: int, rows_R: Tensor, columns: range) -> Tensor:
     """32 random bits of each element, as int32.
 
     Args:
-        key: From `key_of`.
         rows_R: Int64; rows of the parameter over all ranks, those of a stack of matrices counted through the stack.
     """
     rows_R = rows_R * ROW_FACTOR + key

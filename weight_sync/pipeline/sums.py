@@ -1,7 +1,7 @@
 """What was sent: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
 
 Owns: the places in those rows, and adding up. Does not own: the hashes (integrity.py), the writes (lanes.py), the
-ranks' collectives (collectives.py), or what a replica is told (replica/expected.py).
+ranks' collectives (collectives.py), or what a replica is told (replica/messages.py).
 
     places   (replica, dest_rank) -> a stretch of columns, one per parameter
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64

@@ -1,8 +1,8 @@
 """Predicts how long a publish of a plan takes: the two floors of the wire, and around them what was measured to come on
 top. Integers and floats.
 
-Owns: the formula. Does not own: its figures (links.py), the plan (plan.py), the pipeline (pipeline.py), whose loads are
-counted here as it cuts them; a test compares the two, and another every measured publish with this formula.
+The figures are links.py's. Loads are counted here as pipeline.py cuts them; a test compares the two, and another every
+measured publish with this formula.
 
     begin (engines pause) | replay | write                                        | barrier, messages | verify | commit
                             a port, out or in:  its bytes / its rate
@@ -13,17 +13,20 @@ counted here as it cuts them; a test compares the two, and another every measure
 A port is one direction of a NIC or of a GPU's NVLink. The write lasts as long as the slowest port and sender. How
 senders and receivers wait for each other in between is not predicted (docs/decisions/0006-floors-of-a-publish.md).
 
+With relay (fleet/relay.py) the trainer writes some replicas, from which others of their nodes read: in rounds, after
+the writes.
+
 Invariants: deterministic; never below a floor; better hardware never makes a publish slower; no rank holds more than
 its watermark.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from slipstream.weight_sync.errors import PlanError
-from slipstream.weight_sync.layout import Destination
+from slipstream.weight_sync.layout import Destination, DestLayout, PostLoad
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging
 from slipstream.weight_sync.plan.transfer_plan import TaskTable, TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, Port, ports
@@ -47,8 +50,6 @@ class SenderFigures:
     """What one trainer rank does. Times count from the start of the publish, "go"."""
 
     rank: int
-    gpu: int
-    sent_bytes: int
     num_loads: int
     peak_bytes: int
     """The most temporary memory that it holds: both slots and the reserved memory."""
@@ -67,8 +68,6 @@ class ReceiverFigures:
     """What one engine rank sees."""
 
     destination: Destination
-    gpu: int
-    received_bytes: int
     receive_s: float
     """Its ports' time for what passes them."""
     verify_s: float
@@ -100,12 +99,11 @@ class Prediction:
 
     @property
     def floor_s(self) -> float:
-        """The time that the links alone take."""
+        """What the links alone take."""
         return max(self.sender_floor_s, self.receiver_floor_s)
 
     @property
     def peak_bytes(self) -> int:
-        """The largest peak of all ranks."""
         return max((one.peak_bytes for one in self.senders), default=0)
 
 
@@ -124,8 +122,6 @@ def predict(
     """Predict one publish of a plan.
 
     Args:
-        plan: which rank sends what.
-        placement: the GPU of every rank of the plan.
         staging: the watermark of every trainer rank.
         slow_ranks: trainer rank -> how many times slower its links and its memory are, >= 1.
         verify_hashes: hash on both sides.
@@ -157,21 +153,14 @@ def predict(
     for rank, table in plan.tasks.items():
         busy_s = max((out_s[port] for port in used_out[rank]), default=0.0)
         slowness = slow_ranks.get(rank, 1.0)
-        gpu = placement.trainer_gpus[rank]
-        senders.append(_sender(table, gpu, flows[rank], busy_s, slowness * pack_passes, rates, staging))
+        senders.append(_sender(table, flows[rank], busy_s, slowness * pack_passes, rates, staging))
     write_start_s = min((one.write_start_s for one in senders if one.num_loads), default=rates.begin_s + rates.replay_s)
     receive_s = {where: max(in_s[port] for port in used_in[where]) for where in used_in}
     last_received_s = write_start_s + max(receive_s.values(), default=0.0)
     write_end_s = max([write_start_s, last_received_s, *(one.end_s for one in senders)])
     verify_passes = (HASH_PASSES if verify_hashes else 0.0) + apply_passes
     receivers = tuple(
-        ReceiverFigures(
-            where,
-            placement.engine_gpus[where],
-            (num_bytes := sum(params.values())),
-            receive_s.get(where, 0.0),
-            num_bytes * verify_passes / rates.hbm_bytes_s,
-        )
+        ReceiverFigures(where, receive_s.get(where, 0.0), sum(params.values()) * verify_passes / rates.hbm_bytes_s)
         for where, params in plan.expected.items()
     )
     counted_s, verify_s = messages_s(plan, rates), max((one.verify_s for one in receivers), default=0.0)
@@ -195,7 +184,6 @@ def predict(
 
 def _sender(
     table: TaskTable,
-    gpu: int,
     flows: Mapping[Destination, tuple[int, int]],
     port_s: float,
     passes: float,
@@ -217,8 +205,6 @@ def _sender(
     end_s = max(start_s + write_s + len(loads) * rates.hand_over_s, packed_s + write_s / max(1, len(loads)))
     return SenderFigures(
         table.source_rank,
-        gpu,
-        sum(size for size, _ in flows.values()),
         len(loads),
         (NUM_SLOTS + staging.has_changes) * slot_bytes + staging.reserved_bytes,
         rates.source_begin_s,
@@ -248,3 +234,52 @@ def _check(plan: TransferPlan, placement: Placement) -> None:
     missing += [f"replica {r} rank {rank}" for r, rank in plan.expected if (r, rank) not in placement.engine_gpus]
     if missing:
         raise PlanError(f"the placement lacks {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else ""))
+
+
+def neighbours(placement: Placement) -> dict[int, list[int]]:
+    """Replica that is written -> replicas that read from it. One that spans nodes is written, and none reads it."""
+    nodes: dict[int, set[int]] = {}
+    for (replica, _), gpu in placement.engine_gpus.items():
+        nodes.setdefault(replica, set()).add(placement.node_of(gpu))
+    readers: dict[int, list[int]] = {}
+    first_of: dict[int, int] = {}
+    for replica in sorted(nodes):
+        (node, *others) = nodes[replica]
+        primary = replica if others else first_of.setdefault(node, replica)
+        readers.setdefault(primary, [])
+        if primary != replica:
+            readers[primary].append(replica)
+    return readers
+
+
+def written_alone(placement: Placement, primaries: Sequence[int]) -> Placement:
+    """The same GPUs with only these replicas, numbered anew."""
+    number = {replica: i for i, replica in enumerate(primaries)}
+    engine_gpus = {(number[r], rank): gpu for (r, rank), gpu in placement.engine_gpus.items() if r in number}
+    return Placement(placement.ranks_per_node, placement.trainer_gpus, engine_gpus)
+
+
+def num_rounds(num_readers: int) -> int:
+    """Rounds until all have read. In a round, each replica that has the version is read by one that has it afterwards.
+
+    0, 1, 2, 2, 3 for 0, 1, 2, 3, 4 readers: the smallest r with 2^r > readers.
+    """
+    return num_readers.bit_length()
+
+
+def relay_s(
+    readers: Mapping[int, Sequence[int]], engine: Sequence[DestLayout], rates: LinkRates, *, verify_hashes: bool
+) -> float:
+    """Seconds from the commit of the replicas that were written until the last reader of any node serves.
+
+    In a round, readers pause, every rank reads the peer's same rank over NVLink, hashes and resumes. Nodes do not share
+    a link, and neither do the pairs of a round. Calls between workers, some milliseconds, are left out.
+    """
+    rounds = num_rounds(max((len(members) for members in readers.values()), default=0))
+    slowest_s = 0.0
+    for layout in engine:
+        sent = [param.num_bytes for param in layout.params if param.post_load is not PostLoad.derived]
+        read_s = rates.write_latency_s + len(sent) * rates.op_s + sum(sent) / rates.nvlink_bytes_s
+        hash_s = sum(sent) * HASH_PASSES / rates.hbm_bytes_s if verify_hashes else 0.0
+        slowest_s = max(slowest_s, read_s + hash_s)
+    return rounds * (rates.begin_s + slowest_s + rates.commit_s)

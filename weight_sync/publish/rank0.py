@@ -28,9 +28,8 @@ from slipstream.weight_sync.publish.bases import Bases
 from slipstream.weight_sync.publish.report import NOT_MET, PublishReport
 from slipstream.weight_sync.publish.transaction import Alive, Slots, Transaction
 from slipstream.weight_sync.replica.clients import ReplicaClients
-from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import flags_of, held_digest
-from slipstream.weight_sync.replica.messages import Described, EngineRank, Expected, PublishId, ReplicaVerbs
+from slipstream.weight_sync.replica.messages import Described, EngineRank, Expected, Planned, PublishId, ReplicaVerbs
 from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,6 @@ from slipstream.conf.json_files import is_list, is_object
 
 
 class OpSchema(NamedTuple):
-    """What an op does to its arguments."""
-
     written: tuple[tuple[int, str], ...]
     """(position, name) of the arguments that it writes."""
     is_view: bool

@@ -7,10 +7,8 @@
 A view shares its source's storage, so offset, shape and stride say which rectangle it is, whichever ops made it; no
 list of allowed view ops is needed. The copy is recorded and not executed.
 
-Owns: the recording and its refusals. Does not own: what an engine did to a parameter afterwards (the caller declares
-it), what an op writes (op_schema.py), or how rectangles are read from strides (strides.py).
-Invariant: exactly one load or fill accounts for every element of every parameter that is not derived; otherwise
-RecordError is raised. Parameters keep their values.
+What an engine did to a parameter afterwards the caller declares. Invariant: exactly one load or fill accounts for every
+element of every parameter that is not derived; otherwise RecordError is raised. Parameters keep their values.
 """
 
 # pyright: basic
@@ -62,8 +60,6 @@ class _Stack:
 
 
 class _Span(NamedTuple):
-    """The bytes of a storage that a parameter covers."""
-
     start: int
     stop: int
     name: str
@@ -125,9 +121,7 @@ def record_layout(
 class _Recorder(TorchDispatchMode):
     """Sees every op of the loader, and keeps in order what is written to parameters."""
 
-    def __init__(
-        self, params: Mapping[str, Tensor], tensors: Sequence[TensorMeta], left_out: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, params: Mapping[str, Tensor], tensors: Sequence[TensorMeta], left_out: frozenset[str]) -> None:
         super().__init__()
         self.params = params
         self.tensors = tensors
@@ -146,7 +140,6 @@ class _Recorder(TorchDispatchMode):
             self._add_param(name, param)
 
     def _add_param(self, name: str, param: Tensor) -> None:
-        """Remember which bytes of which storage a parameter covers."""
         if param.numel() == 0:
             raise RecordError(
                 f"{name} is empty: the engine keeps the real weight elsewhere, where no write can reach it"
@@ -176,16 +169,14 @@ class _Recorder(TorchDispatchMode):
             self.current = meta.name
             dtype = getattr(torch, meta.dtype)
             tensor = torch.empty(meta.shape, dtype=dtype, device="meta")
-            self._remember(_Source(meta, dtype, False, tensor))
+            self._sources[storage_of(tensor)] = _Source(meta, dtype, False, tensor)
             yield meta.name, tensor
 
-    def _remember(self, source: _Source) -> None:
-        self._sources[storage_of(source.base)] = source
-
     def _source_of(self, tensor: object) -> _Source | None:
-        if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
-            return None
-        return self._sources.get(storage_of(tensor))
+        return self._sources.get(_meta_storage(tensor))
+
+    def _stack_of(self, tensor: object) -> _Stack | None:
+        return self._stacks.get(_meta_storage(tensor))
 
     def _param_of(self, tensor: object) -> tuple[str, int] | None:
         """The parameter that a tensor is a view of, and the view's first element in it."""
@@ -280,13 +271,8 @@ class _Recorder(TorchDispatchMode):
             raise RecordError(f"{source.meta.name}: {func} casts it to {dtype} after {source.dtype} had lost values")
         base = torch.empty(source.meta.shape, dtype=dtype, device="meta")
         is_narrowed = torch.promote_types(source.dtype, dtype) != dtype
-        self._remember(_Source(source.meta, dtype, is_narrowed, base))
+        self._sources[storage_of(base)] = _Source(source.meta, dtype, is_narrowed, base)
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def _stack_of(self, tensor: object) -> _Stack | None:
-        if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
-            return None
-        return self._stacks.get(storage_of(tensor))
 
     def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Remember the source of each entry. Refuse stacks but along the first dim: they leave entries in one piece."""
@@ -304,7 +290,7 @@ class _Recorder(TorchDispatchMode):
         return base
 
     def _copy_stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: _Stack) -> Tensor:
-        """Record a copy from a stack as one copy from each of its entries."""
+        """One copy from each of the stack's entries."""
         dest, value = args[0], args[1]
         entry_size = stack.base.stride(0)
         first = int(value.storage_offset()) // entry_size if entry_size else 0
@@ -324,7 +310,6 @@ class _Recorder(TorchDispatchMode):
         return dest
 
     def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Record a copy into a parameter, without executing it."""
         dest, value = args[0], args[1]
         source, target = self._source_of(value), self._param_of(dest)
         if self._source_of(dest) is not None:
@@ -359,7 +344,7 @@ class _Recorder(TorchDispatchMode):
         try:
             value = value.expand(dest.shape)
             found = rectangles(
-                source.meta.shape, dest.shape, value.stride(), value.storage_offset(), dest.stride(), offset
+                source.meta.shape, tuple(dest.shape), value.stride(), int(value.storage_offset()), dest.stride()
             )
         except (ValueError, RuntimeError) as error:
             raise RecordError(
@@ -367,11 +352,10 @@ class _Recorder(TorchDispatchMode):
                 f"{list(args[1].shape)}, stride {list(args[1].stride())}) is no rectangle: {error}"
             ) from error
         for part in found:
-            self.written.append(Load(source.meta.name, part.region, part.axes, name, part.offset, part.stride))
+            self.written.append(Load(source.meta.name, part.region, part.axes, name, offset + part.offset, part.stride))
         return dest
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Record a constant fill of a parameter, without executing it."""
         dest: Tensor = args[0]
         target = self._param_of(dest)
         if target is None:
@@ -385,6 +369,10 @@ class _Recorder(TorchDispatchMode):
         return dest
 
 
+def _meta_storage(tensor: object) -> int:
+    """Of a tensor without data; -1 of anything else."""
+    return storage_of(tensor) if isinstance(tensor, Tensor) and tensor.device.type == "meta" else -1
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")

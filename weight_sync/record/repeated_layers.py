@@ -5,9 +5,9 @@ names, shapes, dtypes, post-load forms, and which names share memory. The first 
 loader did the same in both, except for the number, it is assumed to do so in the others. If it did not, in any kind,
 every layer is recorded.
 
-Owns: that comparison and the repetition. Does not own the recording (recorder.py). Invariant: parameters are those of
-the whole model, never repeated. The layout equals the one that `record_layout` returns for all tensors at once, unless
-a loader treats a layer by its number in a way that neither the first two layers nor any parameter shows.
+Invariant: parameters are those of the whole model, never repeated. The layout equals the one that `record_layout`
+returns for all tensors at once, unless a loader treats a layer by its number in a way that neither the first two layers
+nor any parameter shows.
 
 A live engine does this if the digest of its kind's whole layout is known, from its node or from a plan, and compares.
 """
@@ -67,16 +67,12 @@ def layer_of(name: str) -> int:
 
 
 def _at(name: str, layer: int) -> str:
-    """The name in another layer."""
     return _LAYER.sub(f"layers.{layer}.", name, count=1)
 
 
 def layers_by_kind(facts: Iterable[tuple[str, object]]) -> list[list[int]]:
-    """Groups of layers that are the same except for their number, in ascending order.
-
-    Args:
-        facts: The name of a tensor or a parameter, and what must be equal in two layers of a kind.
-    """
+    """Groups of layers that are the same except for their number, in ascending order. A fact is the name of a tensor or
+    a parameter, and what must be equal in two layers of a kind."""
     by_layer: dict[int, list[object]] = {}
     for name, fact in facts:
         by_layer.setdefault(layer_of(name), []).append((_at(name, 0), fact))
@@ -90,7 +86,6 @@ def layers_by_kind(facts: Iterable[tuple[str, object]]) -> list[list[int]]:
 def _kinds(
     params: Mapping[str, Tensor], tensors: Sequence[TensorMeta], post_load: Mapping[str, PostLoad]
 ) -> list[list[int]]:
-    """Layers of the same checkpoint tensors and parameters."""
     facts: list[tuple[str, object]] = [(meta.name, (meta.shape, meta.dtype)) for meta in tensors]
     first_name: dict[tuple[int, int], str] = {}
     for name, param in params.items():

@@ -1,8 +1,7 @@
 """From strides back to rectangles: which part of a checkpoint tensor a view is. Integers only, no torch.
 
-Owns: reading (shape, stride, offset) of a source view and of a destination view as `Region -> offset, stride`
-rectangles. Does not own: where the views come from (recorder.py). Invariant: together, the rectangles map exactly the
-elements that the copy maps; a view for which that is impossible raises.
+Invariant: together, the rectangles map exactly the elements that the copy maps; a view for which that is impossible
+raises.
 
 Example, a (6, 4) tensor seen as 2 heads of 3 rows, copied into rows 0..5 of a (6, 4) parameter:
 dims (2, 3, 4), strides (12, 4, 1) on both sides, are one rectangle, Region((0, 0), (6, 4)).
@@ -43,32 +42,18 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def rectangles(
-    tensor_shape: Sequence[int],
-    view_shape: Sequence[int],
-    source_stride: Sequence[int],
-    source_offset: int,
-    dest_stride: Sequence[int],
-    dest_offset: int,
-) -> list[Rectangle]:
-    """The copy of a view of a row-major tensor into a view of a parameter, as rectangles of the tensor.
-
-    Raises:
-        ValueError: the view repeats elements, or runs across the tensor's rows; the message says which.
-    """
-    found = _from_start(*map(tuple, (tensor_shape, view_shape, source_stride)), source_offset, tuple(dest_stride))
-    return [Rectangle(one.region, one.axes, dest_offset + one.offset, one.stride) for one in found]
-
-
 @functools.lru_cache(maxsize=1024)  # layers, experts and slots are copied alike, each to a place of its own
-def _from_start(
+def rectangles(
     tensor_shape: tuple[int, ...],
     view_shape: tuple[int, ...],
     source_stride: tuple[int, ...],
     source_offset: int,
     dest_stride: tuple[int, ...],
 ) -> tuple[Rectangle, ...]:
-    """`rectangles` of a destination that starts at 0."""
+    """The copy of a view of a row-major tensor into a view that starts at 0, as rectangles of the tensor.
+
+    Raises ValueError if the view repeats elements, or runs across the tensor's rows; the message says which.
+    """
     dims = [_Dim(*dim) for dim in zip(view_shape, source_stride, dest_stride, strict=True)]
     found: list[Rectangle] = []
     for rectangle in _read(tensor_shape, [dim for dim in dims if dim.size > 1], source_offset, 0):
@@ -103,7 +88,7 @@ def _read(shape: Sequence[int], dims: list[_Dim], source_offset: int, dest_offse
 
 
 def _split_at_rows(shape: Sequence[int], strides: Sequence[int], dims: list[_Dim]) -> list[tuple[int, _Dim]]:
-    """Assign every dim of the view to a tensor dim, and cut those that cover several. Smallest step first."""
+    """The tensor dim of every dim of the view, of which those that cover several are cut. Smallest step first."""
     found: list[tuple[int, _Dim]] = []
     todo = list(dims)
     while todo:

@@ -1,8 +1,6 @@
 """Checks that a loader wrote every element of every parameter exactly once. Integers and numpy, no torch.
 
-Owns: turning the ordered writes of one loader run into disjoint loads and fills, and refusing writes that do not tile.
-Does not own: seeing the writes (recorder.py). Invariant: the loads and fills that it returns tile every parameter
-that is not derived.
+Invariant: the loads and fills that are returned tile every parameter that is not derived.
 
     fill 0 over a padded block, then copy into a part of it   ->   the load, and fills for what the copy left
     copy, then fill over it                                   ->   RecordError: the loader wipes what it loaded
@@ -34,12 +32,8 @@ class Filled:
 
 
 def account(params: Sequence[Param], written: Sequence[Load | Filled]) -> tuple[tuple[Load, ...], tuple[Fill, ...]]:
-    """Check that the writes, in the order in which they were made, give every element one value.
-
-    Raises:
-        RecordError: a parameter that is not derived is not written, or only in part; or something is written twice.
-            The message names all unwritten parameters.
-    """
+    """Check that the writes, in the order in which they were made, give every element of what is not derived one value;
+    else raise RecordError, which names all unwritten parameters."""
     by_param: dict[str, list[Load | Filled]] = {param.name: [] for param in params}
     for write in written:
         by_param[write.param].append(write)
@@ -57,7 +51,7 @@ def account(params: Sequence[Param], written: Sequence[Load | Filled]) -> tuple[
 
 
 def _account_one(param: Param, writes: list[Load | Filled]) -> list[Fill]:
-    """The fills that remain of one parameter, after checking that loads and fills tile it."""
+    """The fills that remain of one parameter."""
     ranges = [_ranges(write) for write in writes]
     is_load = [isinstance(write, Load) for write in writes]
     none: _Ranges = np.empty((0, 2), dtype=np.int64)
@@ -101,7 +95,6 @@ def _ranges(write: Load | Filled) -> _Ranges:
 
 
 def _sorted(ranges: _Ranges) -> _Ranges:
-    """The ranges in the order of their starts."""
     return ranges[np.argsort(ranges[:, 0], kind="stable")]
 
 

@@ -1,7 +1,7 @@
-"""A publisher's end of its control: one connection to every replica, and the wait for their answers.
+"""A publisher's end of its control: one connection to every replica, the wait for their answers, and which are gone.
 
-Owns the connections, the deadline of each call, and which replicas are gone. Does not own what is asked
-(`messages.py`), how calls travel (weight_sync/calls), or what an answer means (`publish/transaction.py`).
+Does not own what is asked (`messages.py`), how calls travel (weight_sync/calls), or what an answer means
+(`publish/transaction.py`).
 """
 
 import asyncio
@@ -29,11 +29,8 @@ WAIT_LOG_S = 30.0
 class ReplicaClients:
     """A publisher's connections to its replicas, in a thread of their own. Its methods are called by one other thread.
 
-    Calls go to many replicas at once; each answer has its own deadline. If a replica's connection breaks or is silent,
-    its process is gone, and nothing more is sent to it until replace() names the one that replaces it.
-
-    Args:
-        endpoints: Addresses of all replicas; "" of one that is not there yet.
+    If a replica's connection breaks or is silent, its process is gone, and nothing more is sent to it until replace()
+    names the one that replaces it. An endpoint is "" where a replica is not there yet.
     """
 
     def __init__(self, endpoints: Sequence[str], key: bytes) -> None:
@@ -90,15 +87,9 @@ class ReplicaClients:
         arguments: Mapping[int, tuple[object, ...]],
         timeouts_s: Mapping[int, float],
     ) -> dict[int, T | WeightSyncError]:
-        """Ask these replicas at once and wait for all answers, each until its own deadline.
+        """Ask replicas at once, each with its own arguments, and wait for all answers, each until its own deadline.
 
-        Args:
-            verb: A method of ReplicaVerbs.
-            arguments: Replica -> what it is asked with.
-            timeouts_s: Replica -> seconds to wait for it.
-
-        Returns:
-            Replica -> its answer, or an error in its place (never raised here).
+        Returns replica -> its answer, or an error in its place (never raised here). `verb` is one of ReplicaVerbs.
         """
         asked, began = verb_of(verb), time.monotonic()
         tasks = {

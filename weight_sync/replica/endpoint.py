@@ -1,8 +1,7 @@
 """A replica's end of a publish's control: what ReplicaVerbs asks, one call at a time.
 
-Owns the order of calls, who may publish, and the VersionState of the replica (all of its engine ranks together). Does
-not own what a call does: that is the `ReplicaHandler`, implemented by `rollout/base_replica.py`; nor the socket
-(weight_sync/calls). Carries messages only; weights never pass here.
+Owns the order of calls, who may publish, and the VersionState of the replica (all of its engine ranks together). What a
+call does is the `ReplicaHandler`'s (`rollout/base_replica.py`). Weights never pass here.
 
     ReplicaClients                            ReplicaEndpoint                  ReplicaHandler
       describe  ------------------------------->  describe()  --------------->  layout and binding of every engine rank
@@ -74,8 +73,7 @@ class ReplicaEndpoint(ReplicaVerbs):
     """Serves one replica's part of a publish. All methods belong to one event loop.
 
     Args:
-        key: The run's key, shared with the publisher.
-        host: Address to bind; loopback unless publisher and replica are on different machines.
+        key: Shared with the publisher.
         pauses: Whether the replica samples nothing between begin and the end of commit.
     """
 
@@ -93,15 +91,13 @@ class ReplicaEndpoint(ReplicaVerbs):
 
     @property
     def state(self) -> VersionState:
-        """The replica's place in the protocol. Sample only while `state.is_serving`."""
+        """Sample only while it is serving."""
         return self._state
 
     def adopt(self, state: VersionState) -> None:
         """Take a state from the handler, while no publish fills the replica: it read a peer, or loaded its weights from
-        disk. A publisher that comes later begins a later epoch.
-
-        Raises:
-            StaleEpoch: A publish has begun a later epoch, or the replica serves this one already.
+        disk. A publisher that comes later begins a later epoch. Raises StaleEpoch if a publish has begun a later epoch,
+        or the replica serves this one already.
         """
         if state.epoch < self._state.epoch or (state.epoch == self._state.epoch and self._state.is_serving):
             raise StaleEpoch(f"epoch {state.epoch} cannot be adopted: epoch {self._state.epoch} has begun")
@@ -113,7 +109,7 @@ class ReplicaEndpoint(ReplicaVerbs):
         return self._server.address
 
     async def start(self) -> str:
-        """Bind and serve. Returns the address."""
+        """Bind and serve; returns the address."""
         return await self._server.start()
 
     async def close(self) -> None:

@@ -4,9 +4,7 @@
                                                   rank may serve meanwhile
                      rows, with the commit   -->  check every row, then every stream, then write elements
 
-Owns: the zone, the bounds that a row must keep, and the digest by which both ends name what a rank holds. Does not own:
-the form of streams and the check of their positions (weight_sync/changes.py), the sender's side (pipeline/landings.py),
-or the proof of what the parameters hold afterwards (receiver.py).
+The form of streams and the check of their positions are changes.py's, the sender's side is pipeline/landings.py.
 
 Invariant: no element is written unless all rows of a commit, all counts and all positions are in bounds.
 """
@@ -48,12 +46,8 @@ def flags_of(names: Iterable[str], layout: DestLayout) -> tuple[bool, ...]:
 
 
 def held_digest(expected: Expected, flags: Sequence[bool]) -> str:
-    """What an engine rank holds once it has proven this, of the parameters that changes may be sent for: the others,
-    which always go whole, may hold other bytes at rest. "" if hashes are off.
-
-    Args:
-        flags: flags_of its parameters.
-    """
+    """What an engine rank holds once it has proven this, of the parameters that changes may be sent for (`flags`): the
+    others, which always go whole, may hold other bytes at rest. "" if hashes are off."""
     if not expected.hashes:
         return ""
     hashes = np.frombuffer(expected.hashes, "<u8")[np.array(flags, np.bool_)]
@@ -61,16 +55,8 @@ def held_digest(expected: Expected, flags: Sequence[bool]) -> str:
 
 
 class LandingZone:
-    """See the module's docstring.
-
-    Args:
-        num_bytes: Of memory beside the parameters, which the link registers.
-        layout: Of this rank.
-        params: Its live tensors.
-
-    Raises:
-        WatermarkError: There is no room.
-    """
+    """Memory of `num_bytes` beside one rank's parameters, which the link registers. WatermarkError: there is no
+    room."""
 
     def __init__(
         self, num_bytes: int, layout: DestLayout, params: Mapping[str, torch.Tensor], transport: Transport
@@ -95,22 +81,16 @@ class LandingZone:
 
     @property
     def address(self) -> int:
-        """Where the sender writes streams of changes."""
         return self._zone.data_ptr()
 
     def close(self) -> None:
-        """Free the memory."""
         self._transport.unregister([self._zone])
         self._zone = self._zone.new_empty(0)
 
     def apply(self, changes: bytes) -> None:
-        """Put changes into the parameters.
+        """Put changes, rows of COLUMNS little-endian int64, into the parameters.
 
-        Args:
-            changes: Rows of COLUMNS little-endian int64.
-
-        Raises:
-            ProtocolError: A row, a count or a position is out of bounds. Nothing was written.
+        Raises ProtocolError if a row, a count or a position is out of bounds; then nothing was written.
         """
         row_bytes = 8 * COLUMNS
         if len(changes) % row_bytes:

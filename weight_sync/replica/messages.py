@@ -1,17 +1,22 @@
 """What a publisher asks of a replica, declared once: endpoint.py serves it, clients.py asks many replicas at once.
 
-Owns the verbs and their messages. Does not own their order (endpoint.py draws it), how calls travel
-(weight_sync/calls), or what a verb does (`receiver.py`).
+Does not own the order of verbs (endpoint.py draws it), how calls travel (weight_sync/calls), what a verb does
+(receiver.py), or the sums that fill Expected (pipeline/sums.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from slipstream.weight_sync.errors import PlanMismatch, ProtocolError
 from slipstream.weight_sync.layout import Binding, DestLayout
-from slipstream.weight_sync.typed_msgpack import Sent
+from slipstream.weight_sync.plan.columns import Ints
+from slipstream.weight_sync.typed_msgpack import Sent, pack
 
 Addresses = dict[str, int]
 """Parameter -> device pointer."""
@@ -30,12 +35,10 @@ class EngineRank:
 
     @property
     def layout(self) -> DestLayout:
-        """What it must receive."""
         return self.sent.layout
 
     @property
     def slots(self) -> tuple[Addresses, ...]:
-        """Addresses by slot."""
         return self.binding.addresses, *self.others
 
 
@@ -51,14 +54,14 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What one engine rank must hold, in columns: `sums.py` writes and reads them.
+    """What one engine rank must hold, in columns, which Planned writes and reads.
 
     The parameters are those of its layout that are sent, in the layout's order. Both sides agreed on them when the
     publisher planned, and `planned` proves it. Names would be most of a message: 171,392 at 128 ranks of Kimi-K2.
     """
 
     planned: str
-    """Planned.digest (expected.py), over the parameters and the number of bytes that a publish writes into each."""
+    """Planned.digest."""
     num_bytes: bytes
     """Bytes sent, little-endian int64; empty if they are the planned ones."""
     hashes: bytes
@@ -67,6 +70,43 @@ class Expected:
     """Binding.holds of what `changes` were computed against; "" if every byte was sent."""
     changes: bytes = b""
     """What lies in the rank's landing zone; see replica/landing.py."""
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What a publish writes into the parameters of one engine rank. Both sides derive it from the rank's layout."""
+
+    digest: str
+    """sha256, hex, of the parameters in their order and the bytes of each."""
+    num_bytes: Ints
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Planned:
+        """Of the parameters and their bytes, in the layout's order."""
+        return cls(hashlib.sha256(pack(dict(sizes))).hexdigest(), np.array(list(sizes.values()), np.int64))
+
+    def write(self, num_bytes: Ints, hashes: Ints | None) -> Expected:
+        """What was sent, per parameter in their order: bytes, and hash sums as int64 (None if hashes are off)."""
+        counts = b"" if (num_bytes == self.num_bytes).all() else num_bytes.astype("<i8", copy=False).tobytes()
+        return Expected(self.digest, counts, b"" if hashes is None else hashes.astype("<i8", copy=False).tobytes())
+
+    def read(self, expected: Expected) -> tuple[list[int], list[int] | None]:
+        """Bytes sent, and hash sums modulo 2^64 or None, per parameter.
+
+        Raises PlanMismatch if the sender plans for other parameters, another order or other sizes, ProtocolError if
+        there is not one entry per parameter.
+        """
+        if expected.planned != self.digest:
+            raise PlanMismatch(
+                f"the publisher planned for parameters {expected.planned[:12]}, here are {self.digest[:12]}: connect"
+                " again"
+            )
+        whole = self.num_bytes.nbytes
+        for what, column in (("counts", expected.num_bytes), ("hashes", expected.hashes)):
+            if column and len(column) != whole:
+                raise ProtocolError(f"{len(column)} bytes of {what} for {len(self.num_bytes)} parameters of 8 each")
+        counts = np.frombuffer(expected.num_bytes, "<i8") if expected.num_bytes else self.num_bytes
+        return counts.tolist(), np.frombuffer(expected.hashes, "<u8").tolist() if expected.hashes else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,12 @@
     a publish     A and B -> the factors, one-sided
     Commit        base digest? factors whole? -> parameters <- base, merged in place -> all hashed (receiver.py)
 
-Parameters are merged in runs of loads (merging/runs.py), one launch for the experts of a layer, in coordinates of the
-checkpoint and by the function or kernel with which the trainer merges: an element has the same bits in any cut, so what
-is hashed here is what was hashed there.
+Parameters are merged in runs of loads (merging/factors.py), one launch for the experts of a layer, in coordinates of
+the checkpoint and by the function or kernel with which the trainer merges: an element has the same bits in any cut, so
+what is hashed here is what was hashed there.
 
-Owns: the base, the factors, and these merges. Does not own: the hashes of parameters and the commit (receiver.py), nor
-where the base is read (weight_sync/disk). Invariant: nothing is written into a live parameter unless the base is the
-sender's and all factors have arrived.
+Hashes of parameters and the commit are receiver.py's. Invariant: nothing is written into a live parameter unless the
+base is the sender's and all factors have arrived.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,9 @@ from torch import Tensor
 from slipstream.weight_sync.errors import IntegrityError, WatermarkError
 from slipstream.weight_sync.integrity import RangeHashes
 from slipstream.weight_sync.layout import DestLayout, Load, PostLoad, Region
-from slipstream.weight_sync.merging.factors import Merge, is_factor
+from slipstream.weight_sync.merging.factors import Merge, Run, is_factor, runs_of, with_factors
 from slipstream.weight_sync.merging.merge import merger
 from slipstream.weight_sync.merging.merge_operands import MergeOperands
-from slipstream.weight_sync.merging.runs import Run, runs_of, with_factors
 from slipstream.weight_sync.page_lock import host_bytes
 
 ReadRegion = Callable[[str, Region, Tensor], None]
@@ -37,13 +35,10 @@ class OwnMerge:
 
     Args:
         layout: Of this rank, as its engine's loader was recorded.
-        params: Its live tensors.
         merges: Of all adapted matrices of the model.
-        on_device: Keep the base beside the parameters; else in host memory.
+        on_device: Keep the base beside the live parameters; else in host memory.
 
-    Raises:
-        PlanError: A matrix does not lie row by row in its parameter.
-        WatermarkError: There is no room.
+    Raises PlanError where a matrix does not lie row by row in its parameter, WatermarkError where there is no room.
     """
 
     def __init__(
@@ -92,11 +87,7 @@ class OwnMerge:
         self._put_base()
 
     def check_factors(self, wanted: Mapping[str, int]) -> None:
-        """Compare what arrived. Args: `wanted`, hashes by name.
-
-        Raises:
-            IntegrityError: A factor is not the one that was sent. No parameter was written.
-        """
+        """Raise IntegrityError if a factor does not have the wanted hash; then no parameter was written."""
         arrived = zip(self.factors, self._factor_hashes.values(), strict=True)
         wrong = [name for name, value in arrived if value != wanted[name]]
         if wrong:
@@ -115,7 +106,7 @@ class OwnMerge:
             step()
 
     def proven(self) -> None:
-        """What was merged has the sender's hashes."""
+        """Say that what was merged has the sender's hashes."""
         self._is_in_doubt = False
 
     def _put_base(self) -> None:
@@ -134,7 +125,7 @@ class OwnMerge:
             self.factors[b].view(-1, rows, rank),
             self.factors[a].view(-1, rank, whole_columns),
             merge.scale,
-            run.row,
+            merge.first_row + load.region.start[0],
             merge.rows_a_factor,
             run.pitch,
             load.region.start[1],

@@ -1,8 +1,7 @@
 """An engine rank's end of a publish: which memory may be written, the proof of what was written, and the commit.
 
 Owns one rank's VersionState, its registered parameter memory, and the proof (byte counts and hashes). Does not own
-the engine: the caller does pausing, caches and device synchronization, and passes hooks. Does not know vLLM;
-`rollout/in_vllm/worker_extension.py` wraps it, tests wrap plain tensors.
+the engine: the caller does pausing, caches and device synchronization, and passes hooks.
 
     begin(v, epoch, digest)   state DIRTY; the bytes may change from here on
       ... one-sided writes by the trainer's ranks; this process takes no part ...
@@ -28,9 +27,8 @@ from slipstream.weight_sync.errors import IntegrityError, ProtocolError
 from slipstream.weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
 from slipstream.weight_sync.layout import Binding, DestLayout, PostLoad
 from slipstream.weight_sync.merging.factors import is_factor
-from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import LandingZone, flags_of, held_digest, zone_name
-from slipstream.weight_sync.replica.messages import EngineRank, Expected
+from slipstream.weight_sync.replica.messages import EngineRank, Expected, Planned
 from slipstream.weight_sync.replica.own_merge import OwnMerge
 from slipstream.weight_sync.replica.version_state import VersionState
 from slipstream.weight_sync.transport.base import Transport
@@ -73,12 +71,11 @@ class Receiver:
         self.layout, self.transport = layout, transport
         """What this rank holds and where it comes from; the link under whose session its parameters are registered."""
         self._repack = repack
-        self._recompute = recompute
-        self._synchronize = synchronize
+        self._recompute, self._synchronize = recompute or _nothing, synchronize or _nothing
         self._state = VersionState()
         self.sent_params = [param for param in layout.params if param.post_load is not PostLoad.derived]
         self._covered = layout.written_ranges()
-        self._covered_bytes = {name: sum(size for _, size in ranges) for name, ranges in self._covered.items()}
+        self._covered_bytes = layout.written_bytes()
         self._planned = Planned.of(self._covered_bytes)
         self._check_params()
         self._addresses = {param.name: self._params[param.name].data_ptr() for param in self.sent_params}
@@ -113,11 +110,10 @@ class Receiver:
 
     @property
     def state(self) -> VersionState:
-        """This rank's state. Serve only while `state.is_serving`."""
+        """Serve only while it is serving."""
         return self._state
 
     def describe(self) -> EngineRank:
-        """What must be sent here, and where it goes."""
         return EngineRank(Sent(self.layout), self._binding(), self.transport.link)
 
     def enter_thread(self) -> None:
@@ -144,8 +140,7 @@ class Receiver:
         if self._own_merge is not None:  # whatever the parameters hold, they are merged anew from the base
             holds = self._own_merge.holds
         self._state, self._holds, self._base = state, "", ""
-        if self._synchronize is not None:
-            self._synchronize()
+        self._synchronize()
         moved = [name for name, address in self._addresses.items() if self._params[name].data_ptr() != address]
         if moved:
             raise ProtocolError(
@@ -154,28 +149,24 @@ class Receiver:
             )
         if left_open:
             self.transport.renew()
-        self._base = self._hashed_holds() if holds is None else holds
+        if holds is None:
+            holds = "" if self._landing is None else self._digest_of_memory(self._flags)
+        self._base = holds
         return replace(self._binding(), holds=self._base)
 
     def verify(self, version: int, epoch: int, digest: str, expected: Expected) -> None:
-        """Prove that every byte of the transaction arrived.
-
-        Args:
-            version, epoch, digest: As given to begin().
-            expected: Bytes sent, and sums of their hashes, of every sent parameter.
+        """Prove that every byte of the transaction arrived. If it raises, the state stays DIRTY.
 
         Raises:
-            PlanMismatch: The publisher planned for other parameters. The state stays DIRTY.
+            PlanMismatch: The publisher planned for other parameters.
             ProtocolError: Changes are against another base than this rank held, or out of bounds; none was written.
-                The state stays DIRTY.
-            IntegrityError: Names the parameters whose bytes are not the sent ones. The state stays DIRTY.
+            IntegrityError: Names the parameters whose bytes are not the sent ones.
         """
         state = self._state.verified(version, epoch, digest)
         counts, hashes = self._planned.read(expected)
         self._check_counts(version, counts)
         self._take_changes(expected, hashes)
-        if self._synchronize is not None:
-            self._synchronize()
+        self._synchronize()
         wanted = {} if hashes is None else dict(zip((param.name for param in self.sent_params), hashes, strict=True))
         actual = self._hash_covered() if wanted else {}
         wrong = [name for name, value in actual.items() if value != wanted[name]]
@@ -201,10 +192,8 @@ class Receiver:
         for param in self.sent_params:
             if param.post_load is PostLoad.repack and self._repack is not None:
                 self._repack(param.name, self._params[param.name])
-        if self._recompute is not None:
-            self._recompute()
-        if self._synchronize is not None:
-            self._synchronize()
+        self._recompute()
+        self._synchronize()
         self._wire_hashes, self._holds = self._verified_hashes, self._verified_holds
         self.committed_hashes = self._hashes_at_rest() if self._wire_hashes else {}
         self._state = state
@@ -212,18 +201,12 @@ class Receiver:
     def verify_at_rest(self, version: int, epoch: int, digest: str, hashes: Mapping[str, int]) -> None:
         """Prove bytes that came from a peer, in the form that kernels read; derived parameters are computed here first.
 
-        Args:
-            version, epoch, digest: As given to begin().
-            hashes: The peer's committed_hashes; empty if hashes are off.
-
-        Raises:
-            IntegrityError: Names the parameters that are not the peer's. The state stays DIRTY.
+        `hashes` are the peer's committed_hashes; empty if hashes are off. Raises IntegrityError with the parameters
+        that are not the peer's; then the state stays DIRTY.
         """
         state = self._state.verified(version, epoch, digest)
-        if self._recompute is not None:
-            self._recompute()
-        if self._synchronize is not None:
-            self._synchronize()
+        self._recompute()
+        self._synchronize()
         if hashes:
             names = [param.name for param in self.layout.params]
             actual = self._hash_whole(names)
@@ -251,7 +234,7 @@ class Receiver:
         self._state = self._state.invalidate()
 
     def close_landing(self) -> None:
-        """Free the memory for changes. Every byte is sent from now on."""
+        """Free the memory for changes: every byte is sent from now on."""
         if self._landing is not None:
             self._landing.close()
             self._landing, self._holds = None, ""
@@ -259,10 +242,6 @@ class Receiver:
     def _binding(self) -> Binding:
         zone = {} if self._landing is None else {zone_name(self._landing.num_bytes): self._landing.address}
         return Binding(self.transport.session, self._addresses | zone)
-
-    def _hashed_holds(self) -> str:
-        """The held_digest of what is in memory now; "" if changes cannot land."""
-        return "" if self._landing is None else self._digest_of_memory(self._flags)
 
     def _digest_of_memory(self, flags: Sequence[bool]) -> str:
         hashes = np.array(list(self._hash_covered().values()), np.uint64).view(np.int64)
@@ -360,6 +339,9 @@ class Receiver:
         else:
             why = f"hash {actual:016x}, sent {wanted:016x}"
         return f"{name} (from {shown}) {why}"
+
+
+def _nothing() -> None: ...
 
 
 def _names(names: list[str]) -> str:

@@ -1,8 +1,7 @@
 """Recovery of a restarted engine rank: the current weights, read one-sided from the same rank of a healthy replica.
 
-Owns what a peer must tell about itself (`Offer`), when two ranks may share bytes, and the order of a pull. Does not own
-memory and proof (`receiver.py`) nor links (`transport/`). The orchestrator chooses the peer, carries offers and decides
-what serves.
+Owns what a peer must tell about itself (`Offer`), when two ranks may share bytes, and the order of a pull. The
+orchestrator chooses the peer, carries offers and decides what serves.
 
     restarted rank                                    healthy peer: same rank of another replica, serving
     --------------                                    ---------------------------------------------------
@@ -68,7 +67,7 @@ class Pulled:
     verify_s: float
 
     def then(self, other: Pulled) -> Pulled:
-        """The sum of two pulls, one after the other."""
+        """Of two pulls, one after the other."""
         return Pulled(self.num_bytes + other.num_bytes, self.read_s + other.read_s, self.verify_s + other.verify_s)
 
 
@@ -100,10 +99,8 @@ def make_offer(receiver: Receiver) -> Offer:
 
 
 def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
-    """Read every parameter of the offer into this rank, and prove it. The engine must be paused.
-
-    Returns:
-        What it took; the rank is VERIFIED, and Receiver.adopt makes it CLEAN.
+    """Read every parameter of the offer into this rank, and prove it: it is VERIFIED, and Receiver.adopt makes it
+    CLEAN. The engine must be paused.
 
     Raises:
         PlanMismatch: The peer holds another layout. Nothing was read.
@@ -136,7 +133,6 @@ def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
 def _read(
     receiver: Receiver, session: str, addresses: Sequence[tuple[int, int]], sizes: Sequence[int], timeout_s: float
 ) -> None:
-    """Read pieces at (address here, address there) in NUM_READS parts at once."""
     with ThreadPoolExecutor(NUM_READS, initializer=receiver.enter_thread) as pool:
         reads = [
             pool.submit(

@@ -19,8 +19,6 @@ from slipstream.weight_sync.errors import ProtocolError, StaleEpoch
 
 
 class Phase(StrEnum):
-    """A replica's phase in a transaction."""
-
     dirty = "dirty"
     """Some bytes may be of one version and some of another. Must not serve."""
     verified = "verified"
@@ -41,11 +39,10 @@ class VersionState:
     """The version being written (dirty, verified) or served (clean); -1 before the first begin."""
     epoch: int = 0
     digest: str = ""
-    """Digest of the plan that the transaction follows."""
+    """The plan's."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether this replica may sample."""
         return self.phase is Phase.clean
 
     def begin(self, version: int, epoch: int, digest: str) -> VersionState:
@@ -57,7 +54,6 @@ class VersionState:
         return VersionState(Phase.dirty, version, epoch, digest)
 
     def verified(self, version: int, epoch: int, digest: str) -> VersionState:
-        """All bytes of the present transaction were proven."""
         self._require("verify", Phase.dirty, version, epoch)
         if digest != self.digest:
             raise ProtocolError(
@@ -66,7 +62,6 @@ class VersionState:
         return dataclasses.replace(self, phase=Phase.verified)
 
     def committed(self, version: int, epoch: int) -> VersionState:
-        """The verified version goes into service."""
         self._require("commit", Phase.verified, version, epoch)
         return dataclasses.replace(self, phase=Phase.clean)
 

@@ -27,8 +27,7 @@ from slipstream.weight_sync.disk.regions import RegionReader
 from slipstream.weight_sync.errors import IntegrityError, PlanError
 from slipstream.weight_sync.integrity import hash_bytes
 from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region
-from slipstream.weight_sync.merging.factors import Merge, factor_tensors, is_factor
-from slipstream.weight_sync.merging.runs import runs_of
+from slipstream.weight_sync.merging.factors import Merge, factor_tensors, is_factor, runs_of
 from slipstream.weight_sync.replica.own_merge import OwnMerge
 
 REPACKED = "model.embed_tokens.weight"

@@ -195,9 +195,11 @@ def test_the_update_of_every_format_compiles(launched: dict[str, CompiledKernel]
 def test_what_a_publish_of_changes_launches_compiles(launched: dict[str, CompiledKernel], key: int | None) -> None:
     base, b, a = torch.zeros(1, 64, 128, dtype=torch.bfloat16), torch.zeros(1, 64, 8), torch.zeros(1, 8, 128)
     operands = MergeOperands(base, b, a, 1.0, 0, 64, key=key)
-    merge_kernel.marker(operands, operands, torch.empty_like(base), torch.zeros(1, 64, 128, dtype=torch.uint8))()
+    marks = torch.zeros(1, 64, 128, dtype=torch.uint8)
+    merge_kernel.merger(operands, torch.empty_like(base))()
+    merge_kernel.merger(operands, torch.empty_like(base), operands, marks)()
     change_kernels.pack(change_kernels.launches_of([[16] * 5], [1], "cpu"), torch.zeros(1, dtype=torch.int32), TILE)
     launches = change_kernels.launches_of([[16] * 4], [1], "cpu")
     change_kernels.check(launches, TILE)
     change_kernels.apply(launches, TILE)
-    assert launched.keys() == {"_merge_and_mark", "_pack", "_check", "_apply"}
+    assert launched.keys() == {"_merge", "_pack", "_check", "_apply"}

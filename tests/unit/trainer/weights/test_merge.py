@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows
+from slipstream.weight_sync.merging.factors import MERGE_ROWS
 from slipstream.weight_sync.merging.merge import ALIGNMENT_BYTES, merger
-from slipstream.weight_sync.merging.rows_at_once import MERGE_ROWS
 
 
 def make_factors(num_factors: int, rows: int, columns: int, rank: int, dtype: torch.dtype, is_aligned: bool):

@@ -5,8 +5,7 @@ from cases.plan_tables import by_name
 from hypothesis import given, strategies as st
 
 from slipstream.weight_sync.pipeline.sums import Places, Sums
-from slipstream.weight_sync.replica.expected import Planned
-from slipstream.weight_sync.replica.messages import Expected
+from slipstream.weight_sync.replica.messages import Expected, Planned
 from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 NAMES = ("a", "b", "c")

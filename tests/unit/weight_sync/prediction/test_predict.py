@@ -99,8 +99,6 @@ def test_no_publish_is_faster_than_its_floors_and_none_passes_the_watermark(plan
     assert found.total_s >= found.write_end_s + found.verify_s + found.commit_s
     assert found.peak_bytes <= STAGING.watermark_bytes
     assert found == run(plan, ranks_per_node=ranks_per_node)
-    for one in found.senders:
-        assert one.sent_bytes == sum(task.num_bytes for task in plan.tasks[one.rank])
 
 
 @PROPERTY

@@ -1,4 +1,4 @@
-"""Promises of weight_sync/prediction/relayed.py: who is written, and what the reads inside the nodes take."""
+"""Promises of weight_sync/prediction/predict.py: who is written, and what the reads inside the nodes take."""
 
 import pytest
 
@@ -6,8 +6,14 @@ from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, Sourc
 from slipstream.weight_sync.plan.budget import Staging
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
-from slipstream.weight_sync.prediction.predict import Prediction, predict
-from slipstream.weight_sync.prediction.relayed import neighbours, num_rounds, relay_s, written_alone
+from slipstream.weight_sync.prediction.predict import (
+    Prediction,
+    neighbours,
+    num_rounds,
+    predict,
+    relay_s,
+    written_alone,
+)
 
 STAGING = Staging(watermark_bytes=1 << 22)
 WIRE = LinkRates(
