@@ -18,8 +18,7 @@ from torch import Tensor
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Init, TrainMode
 from slipstream.trainer.adapter_io import gather_adapter, save_adapter, save_merged
-from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
-from slipstream.trainer.checkpoint.host_copies import HostCopies
+from slipstream.trainer.checkpoint.background import BackgroundWrites, HostCopies
 from slipstream.trainer.checkpoint.keeper import Address, Readiness, take
 from slipstream.trainer.checkpoint.kept_states import KeptStates
 from slipstream.trainer.checkpoint.rank_state import (

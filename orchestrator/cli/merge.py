@@ -63,7 +63,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     device = Device.cpu if config.model.init is Init.checkpoint else Device(resolve_device(config.cluster.device))
     trainer = TrainerConfig(mode=config.trainer.mode, train_router=config.trainer.train_router, lora=lora)
 
-    from slipstream.trainer.checkpoint.whole_state import load_trained  # imports torch
+    from slipstream.trainer.checkpoint.rank_state import load_trained  # imports torch
     from slipstream.trainer.scoring import Scorer
 
     partial = target.with_name(f".{target.name}.partial")

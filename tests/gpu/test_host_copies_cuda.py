@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.trainer.checkpoint.host_copies import HostCopies
+from slipstream.trainer.checkpoint.background import HostCopies
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
-from slipstream.trainer.checkpoint.host_copies import HostCopies
+from slipstream.trainer.checkpoint.background import BackgroundWrites, HostCopies
 from slipstream.trainer.checkpoint.keeper import Address, Readiness, hold
 from slipstream.trainer.checkpoint.rank_state import rank_state_parts
 

@@ -1,8 +1,7 @@
 """One rank's training state as bytes: what an exact resume needs, and a refusal to resume anything else.
 
 Owns the files `rank-<n>.safetensors` and `rank-<n>.json` of a state folder, and the same in memory: a safetensors file
-with the JSON in its metadata. Does not own which tensors go in (rank_states.py), the folder's atomicity and retention
-(orchestrator/checkpoints/run_checkpoint.py), nor where a state in memory is kept (keeper.py).
+with the JSON in its metadata. The folder's atomicity and retention are orchestrator/checkpoints/run_checkpoint.py's.
 
 Invariant: only the same rank of the same layout reads a state, and any difference raises before anything is changed.
 """
@@ -11,17 +10,21 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.conf.json_files import HfConfig, JsonObject
 from slipstream.conf.schema import ModelConfig, TrainerConfig, TrainMode
 from slipstream.trainer.errors import CheckpointError
+from slipstream.trainer.model.build_decoder import dense_trainable, expert_trainable
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.moe.block import expert_shares
 
 FORMAT_VERSION = 1
 
@@ -43,13 +46,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 def write_rank_state(
     folder: Path, rank: int, tensors: dict[str, Tensor], layout: JsonObject, progress: dict[str, int]
 ) -> None:
-    """Write one rank's state; each file appears whole or not at all.
-
-    Args:
-        folder: made if missing.
-        tensors: name -> tensor on the host; nobody changes them meanwhile.
-        layout: JSON facts that a reader must match exactly.
-    """
+    """Write one rank's state; each file appears whole or not at all. The layout is what a reader must match exactly."""
     folder.mkdir(parents=True, exist_ok=True)
     data, meta = _paths(folder, rank)
     partial = data.with_suffix(".partial")
@@ -111,15 +108,8 @@ def _document(tensors: dict[str, Tensor], layout: JsonObject, progress: dict[str
 
 
 def read_rank_state(folder: Path, rank: int, layout: JsonObject, shapes: dict[str, list[int]]) -> State:
-    """Read one rank's state back: (tensors on the CPU, progress).
-
-    Args:
-        layout: this run's facts, compared key by key.
-        shapes: the tensors that this run needs, and their shapes.
-
-    Raises:
-        CheckpointError: missing or unreadable files, another layout, other tensors or other shapes.
-    """
+    """Read one rank's state back. Raises CheckpointError for missing or unreadable files, another layout, and other
+    tensors or shapes than this run needs."""
     data, meta = _paths(folder, rank)
     try:
         document = meta.read_text(encoding="utf-8")
@@ -184,3 +174,39 @@ def state_layout(model: ModelConfig, trainer: TrainerConfig, hf_config: HfConfig
         "device": device_type,
         "model.hf_config": hf_config,
     }
+
+
+@torch.no_grad()
+def load_trained(decoder: Decoder, folder: Path, num_ranks: int, ep_size: int) -> None:
+    """Put every rank's rows of what was trained into one process; other weights stay as they are. Full training alone:
+    of a LoRA run each checkpoint has the adapter beside the ranks' files.
+
+    Args:
+        decoder: Of one rank.
+        num_ranks, ep_size: Of the run that wrote the files.
+
+    Raises CheckpointError if a file is missing or damaged, or of another model.
+    """
+    try:
+        with ExitStack() as stack:
+            paths = [folder / f"rank-{rank}.safetensors" for rank in range(num_ranks)]
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+
+            def rows(name: str, ranks: range) -> Tensor:
+                return torch.cat([files[rank].get_tensor(f"{name}.value") for rank in ranks])
+
+            for name, parameter in dense_trainable(decoder):
+                _set(name, parameter, rows(name, range(num_ranks)))
+            for name, parameter in expert_trainable(decoder):
+                layer = int(name.removeprefix("model.layers.").partition(".")[0])
+                for ep_rank, share in enumerate(expert_shares(len(parameter), ep_size, layer)):
+                    own = parameter[share.start : share.stop]
+                    _set(name, own, rows(name, range(ep_rank, num_ranks, ep_size)))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} is not the whole state of {num_ranks} trainer ranks: {error}") from error
+
+
+def _set(name: str, parameter: Tensor, values: Tensor) -> None:
+    if values.shape != parameter.shape:
+        raise CheckpointError(f"{name} has the shape {list(values.shape)} in files, {list(parameter.shape)} here")
+    parameter.copy_(values)

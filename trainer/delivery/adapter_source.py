@@ -18,13 +18,14 @@ Shapes: R rows, K columns in the slot, N blocks of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.delivery.merged_source import PackedRun, holder_of, joined_reads
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.decoder import Decoder
@@ -33,7 +34,7 @@ from slipstream.trainer.parallel import local_part, where_they_lie
 from slipstream.trainer.weights.adapter_names import adapter_tensors, factor_names
 from slipstream.trainer.weights.row_runs import Rows, local_rows
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
-from slipstream.weight_sync.pipeline.packing import CompiledReads, PackedRead, view_as
+from slipstream.weight_sync.pipeline.packing import CompiledReads, PackedRead
 
 _EXPERT_PARTS = (("gate_proj", "gate_up", 0), ("up_proj", "gate_up", 1), ("down_proj", "down", 0))
 """Checkpoint name, stack of trainer/moe/experts.py, and which part of the stack's rows of B it is."""
@@ -68,31 +69,34 @@ class HeldFactor:
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FactorRun:
-    """Equal blocks of rows of one parameter, at equal distances; each is written as a block of `shape`, padded."""
+    """Equal blocks of rows of one parameter, at equal distances; each is written as a block of `block`, padded."""
 
     parameter: nn.Parameter
     scale: float
     rows: Rows
     """A band for each block."""
     columns: slice
-    shape: tuple[int, ...]
+    block: tuple[int, ...]
 
-    def take(self, following: FactorRun) -> bool:
-        """Take `following` into this run if it is the next block. Returns whether it was."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.num_bands * self.block[0], self.block[1]
+
+    def joined(self, following: object) -> FactorRun | None:
+        """Both, if `following` is the next block; else None."""
+        if not isinstance(following, FactorRun) or self.parameter is not following.parameter:
+            return None
         rows = self.rows
         pitch = following.rows.start - rows.start - (rows.num_bands - 1) * rows.pitch
         is_next = (
-            self.parameter is following.parameter
-            and (self.scale, rows.height, self.columns, self.shape)
-            == (following.scale, following.rows.height, following.columns, following.shape)
+            (self.scale, rows.height, self.columns, self.block)
+            == (following.scale, following.rows.height, following.columns, following.block)
             and pitch > 0
             and rows.pitch in (0, pitch)
         )
-        if is_next:
-            self.rows = replace(rows, num_bands=rows.num_bands + 1, pitch=pitch)
-        return is_next
+        return replace(self, rows=replace(rows, num_bands=rows.num_bands + 1, pitch=pitch)) if is_next else None
 
     def held(self) -> Tensor:
         """A live view of the blocks in the parameter, (blocks, rows, columns), without padding."""
@@ -103,7 +107,7 @@ class FactorCopies:
     """Runs and where they go, as lists of views: one Python call per run would take longer than the copy itself.
 
     Args:
-        pairs: Runs, each with its target, (blocks, *shape) with any strides.
+        pairs: Runs, each with its target, of run.shape with any strides.
     """
 
     def __init__(self, pairs: Iterable[tuple[FactorRun, Tensor]]) -> None:
@@ -113,11 +117,11 @@ class FactorCopies:
         kernel; one other pair in the list would give every pair a kernel of its own."""
         self._scaled: dict[float, list[Tensor]] = {}
         for run, out in pairs:
-            held = run.held()
-            if held.shape != out.shape:
+            held, blocks = run.held(), out.unflatten(0, (run.rows.num_bands, run.block[0]))
+            if held.shape != blocks.shape:
                 self._padded.append(out)
             if held.numel():
-                target = out[:, : held.shape[1], : held.shape[2]]
+                target = blocks[:, : held.shape[1], : held.shape[2]]
                 targets, sources = self._copied[held.is_contiguous() and held.stride() == target.stride()]
                 targets.append(target)
                 sources.append(held)
@@ -126,7 +130,7 @@ class FactorCopies:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Fill all targets, cast to their dtype, B then multiplied in that dtype. No communication."""
+        """Fill all targets, cast to their dtype, B then multiplied in that dtype."""
         for padded in self._padded:
             padded.zero_()
         for targets, sources in self._copied.values():
@@ -161,7 +165,6 @@ class AdapterSource:
         self._layout = SourceLayout(rank, tensors, shards)
 
     def layout(self) -> SourceLayout:
-        """The rectangles this rank can write without communication."""
         return self._layout
 
     def begin(self, version: int) -> int:
@@ -169,50 +172,26 @@ class AdapterSource:
         return 0
 
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
-        """Write the values of `region` into `out`, cast to out.dtype; see the protocol."""
-        FactorCopies([(self._run(tensor, region), out[None])]).run()
+        FactorCopies([(self._run(tensor, region), out)]).run()
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """Join reads that lie at equal distances in a parameter and follow each other in the slot; see
         weight_sync/pipeline/packing.py."""
         runs = self.joined(reads)
+        parameters = [item.run.parameter for item in runs]
 
-        def copies_into(slot: Tensor) -> FactorCopies:
-            return FactorCopies(
-                (run, view_as(slot, read.offset_bytes, read.dtype, (run.rows.num_bands, *run.shape)))
-                if read.is_row_major
-                else (run, read.view(slot)[None])
-                for run, read in runs
-            )
+        def copies_into(slot: Tensor) -> list[Callable[[], None]]:
+            return [FactorCopies((item.run, item.out(slot)) for item in runs).run]
 
-        parameters = [run.parameter for run, _ in runs]
-        return lambda slot: where_they_lie(parameters, lambda: [copies_into(slot).run])
+        return lambda slot: where_they_lie(parameters, lambda: copies_into(slot))
 
-    def joined(self, reads: Sequence[PackedRead]) -> list[tuple[FactorRun, PackedRead]]:
-        """The reads as runs, each with the first of its reads."""
-        joined: list[tuple[FactorRun, PackedRead]] = []
-        stop_bytes = 0
-        for read in reads:
-            run = self._run(read.tensor, read.region)
-            if joined:
-                last_run, first = joined[-1]
-                is_adjacent = stop_bytes == read.offset_bytes and first.dtype == read.dtype
-                if is_adjacent and first.is_row_major and read.is_row_major and last_run.take(run):
-                    stop_bytes += read.num_bytes
-                    continue
-            joined.append((run, read))
-            stop_bytes = read.offset_bytes + read.num_bytes
-        return joined
+    def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun[FactorRun]]:
+        return joined_reads(reads, self._run)
 
-    def end(self) -> None:
-        """Nothing to drop."""
+    def end(self) -> None: ...
 
     def _run(self, tensor: str, region: Region) -> FactorRun:
-        for held in self._held.get(tensor, ()):
-            if held.region.intersect(region) == region:
-                return held.run(region)
-        holds = [held.region for held in self._held.get(tensor, ())]
-        raise LayoutError(f"rank {self._rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")
+        return holder_of(self._held, self._rank, tensor, region).run(region)
 
 
 def held_factors(decoder: Decoder, slot_rank: int) -> Iterator[tuple[str, HeldFactor]]:

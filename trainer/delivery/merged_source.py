@@ -1,7 +1,6 @@
 """What this trainer rank can write out, rectangle by rectangle: the trainer's side of a publish.
 
-Owns the gathered LoRA factors, and block scales during one publish. Does not own the translation into
-checkpoint names nor the merge (shards.py), the cast to FP8 (block_scales.py), the plan, or any transfer (weight_sync).
+Owns the gathered LoRA factors, and block scales during one publish.
 
 Invariant: `read` never communicates, so ranks may read in any order and any number of times. Only `begin` is
 collective, for two reasons: under FSDP2 a rank holds the rows of B that belong to its rows of W, but only a part of A;
@@ -9,16 +8,15 @@ and a block of FP8 values may lie on several ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.trainer.delivery.changed_share import ChangedShare
-from slipstream.trainer.delivery.update_probe import UpdateProbe
+from slipstream.trainer.delivery.probes import ChangedShare, UpdateProbe
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.parallel import gather_wholes, local_part, where_they_lie
@@ -42,13 +40,31 @@ from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads
 
 K = TypeVar("K")
 M = TypeVar("M")
+R = TypeVar("R", bound="Joining")
+H = TypeVar("H", bound="HasRegion")
+
+
+class HasRegion(Protocol):
+    @property
+    def region(self) -> Region: ...
+
+
+class Joining(Protocol):
+    """Rows that one copy or one merge writes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def joined(self, following: object) -> Self | None:
+        """Both, if `following` are the next rows; else None."""
+        ...
 
 
 @dataclass(slots=True)
-class PackedRun:
+class PackedRun(Generic[R]):
     """Rows, and where they go in a slot: row-major from the read's offset, or as the read permutes them."""
 
-    run: RowRun | FusedRun | ScaleRun
+    run: R
     read: PackedRead
     """The first of those that joined."""
     stop_bytes: int
@@ -59,6 +75,34 @@ class PackedRun:
         if not self.read.is_row_major:
             return self.read.view(slot)
         return view_as(slot, self.read.offset_bytes, self.read.dtype, self.run.shape)
+
+
+def joined_reads(reads: Sequence[PackedRead], run_of: Callable[[str, Region], R]) -> list[PackedRun[R]]:
+    """Join into one run the reads that follow each other in the slot and, maybe at a pitch, in a parameter."""
+    joined: list[PackedRun[R]] = []
+    for read in reads:
+        run, last = run_of(read.tensor, read.region), joined[-1] if joined else None
+        if (
+            last is not None
+            and last.read.is_row_major
+            and read.is_row_major
+            and last.read.dtype == read.dtype
+            and last.stop_bytes == read.offset_bytes
+            and (both := last.run.joined(run)) is not None
+        ):
+            last.run, last.stop_bytes = both, last.stop_bytes + read.num_bytes
+        else:
+            joined.append(PackedRun(run, read, read.offset_bytes + read.num_bytes))
+    return joined
+
+
+def holder_of(held: Mapping[str, Sequence[H]], rank: int, tensor: str, region: Region) -> H:
+    """The held rectangle of which `region` is a part."""
+    for one in held.get(tensor, ()):
+        if one.region.intersect(region) == region:
+            return one
+    holds = [one.region for one in held.get(tensor, ())]
+    raise LayoutError(f"rank {rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")
 
 
 class TrainerWeightSource:
@@ -78,7 +122,6 @@ class TrainerWeightSource:
 
         Args:
             decoder: Loaded and sharded; no packed experts.
-            rank: This process's rank, for messages.
             quantization: The format that engines want projections in; None: the decoder's own.
             is_merged: False: the frozen base alone, without its adapters.
             keeps_last: Keep the factors that were published last, so that changes alone can be sent.
@@ -142,7 +185,6 @@ class TrainerWeightSource:
         self._layout = SourceLayout(self._rank, tensors, tuple(shards))
 
     def layout(self) -> SourceLayout:
-        """The rectangles this rank can write without communication."""
         return self._layout
 
     @torch.no_grad()
@@ -161,16 +203,13 @@ class TrainerWeightSource:
         return num_bytes
 
     def update_error(self) -> float | None:
-        """The share of the adapter's update that engines lack, of some rows of the newest version (update_probe.py)."""
         return self._probe.error()
 
     def changed_fraction(self) -> float | None:
-        """The share of elements that changed between the last two versions, from some rows; see changed_share.py."""
         return self._changed.share()
 
     @torch.no_grad()
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
-        """Write merged values of `region` into `out`, cast to out.dtype; see the protocol."""
         self._check_begun()
         self._writer(tensor, self._run(tensor, region), out)()
 
@@ -189,7 +228,6 @@ class TrainerWeightSource:
         return lambda slot: compiled(slot, None)
 
     def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
-        """As compile_reads, with marks; see weight_sync/pipeline/packing.py."""
         return self._compiled(reads, self._marker)
 
     @torch.no_grad()
@@ -204,7 +242,9 @@ class TrainerWeightSource:
             _copy_into(self._last_gathered, key, whole)
 
     def _compiled(
-        self, reads: Sequence[PackedRead], writer_of: Callable[[PackedRun, Tensor, M], Callable[[], object]]
+        self,
+        reads: Sequence[PackedRead],
+        writer_of: Callable[[PackedRun[RowRun | FusedRun | ScaleRun], Tensor, M], Callable[[], object]],
     ) -> Callable[[Tensor, M], FillSlot]:
         """(slot, marks) -> a function that calls every run's writer."""
         runs = self.joined(reads)
@@ -233,7 +273,9 @@ class TrainerWeightSource:
             return partial(self._scales.write_scales, run, out)
         return self._scales.writer(run, out, self._gathered_a)
 
-    def _marker(self, item: PackedRun, slot: Tensor, marks: Tensor) -> Callable[[], object]:
+    def _marker(
+        self, item: PackedRun[RowRun | FusedRun | ScaleRun], slot: Tensor, marks: Tensor
+    ) -> Callable[[], object]:
         """As _writer, and marks what changed; where that is not known, everything."""
         run, read, out = item.run, item.read, item.out(slot)
         if getattr(torch, read.dtype) is not torch.bfloat16:  # goes whole
@@ -244,27 +286,10 @@ class TrainerWeightSource:
         write = self._writer(read.tensor, run, out)
         return lambda: (write(), own_marks.fill_(1))
 
-    def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
-        """Join into one run the reads that follow each other in the slot and, maybe at a pitch, in a parameter."""
-        joined: list[PackedRun] = []
-        for read in reads:
-            run, last = self._run(read.tensor, read.region), joined[-1] if joined else None
-            if (
-                last is not None
-                and isinstance(last.run, RowRun | ScaleRun)
-                and last.read.is_row_major
-                and read.is_row_major
-                and last.read.dtype == read.dtype
-                and last.stop_bytes == read.offset_bytes
-                and (both := last.run.joined(run)) is not None
-            ):
-                last.run, last.stop_bytes = both, last.stop_bytes + read.num_bytes
-            else:
-                joined.append(PackedRun(run, read, read.offset_bytes + read.num_bytes))
-        return joined
+    def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun[RowRun | FusedRun | ScaleRun]]:
+        return joined_reads(reads, self._run)
 
     def end(self) -> None:
-        """Drop the scales; harmless when nothing was begun."""
         self._is_begun = False
         if self._scales is not None:
             self._scales.drop()
@@ -297,11 +322,7 @@ class TrainerWeightSource:
             and tensor not in self._held
         ):
             return self._scales.scale_run(tensor, region)
-        for held in self._held.get(tensor, ()):
-            if held.region.intersect(region) == region:
-                return held.run(region)
-        holds = [held.region for held in self._held.get(tensor, ())]
-        raise LayoutError(f"rank {self._rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")
+        return holder_of(self._held, self._rank, tensor, region).run(region)
 
 
 def _copy_into(kept: dict[K, Tensor], key: K, values: Tensor) -> None:

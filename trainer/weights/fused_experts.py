@@ -50,6 +50,9 @@ class FusedRun:
             held = rows.of(self._held)
             (held if part.dim() == 2 else held[..., self._columns]).copy_(part)
 
+    def joined(self, following: object) -> None:
+        """Nothing is joined."""
+
     @property
     def _held(self) -> Tensor:
         """This rank's rows, or elements of a bias, of all experts one below the other."""

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
+from slipstream.trainer.checkpoint.background import BackgroundWrites
 
 
 def test_they_are_written_in_order_beside_the_caller() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from slipstream.trainer.checkpoint.host_copies import HostCopies
+from slipstream.trainer.checkpoint.background import HostCopies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 SHAPES = st.lists(st.integers(0, 7), max_size=3)

@@ -1,4 +1,4 @@
-"""Promises of trainer/delivery/changed_share.py: the figure is the share of an engine's bits that a step changed."""
+"""Promises of trainer/delivery/probes.py: the figure is the share of an engine's bits that a step changed."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from cases.rank_helpers import MOE_CONFIG, count, make_rank, make_samples
 from cases.tiny_configs import GPT_OSS, MOE
 
 from slipstream.conf.schema import DType, OptimConfig, TrainMode
-from slipstream.trainer.delivery import changed_share
+from slipstream.trainer.delivery import probes
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.quantization import BlockFp8
@@ -15,8 +15,8 @@ from slipstream.trainer.weights.quantization import BlockFp8
 @pytest.fixture(autouse=True)
 def many_rows(monkeypatch):
     """Tiny matrices have few rows; look at many of them, so that the sample's error is small."""
-    monkeypatch.setattr(changed_share, "PLACES", 400)
-    monkeypatch.setattr(changed_share, "ELEMENTS", 64)
+    monkeypatch.setattr(probes, "PLACES", 400)
+    monkeypatch.setattr(probes, "PLACE_ELEMENTS", 64)
 
 
 def everything(source: TrainerWeightSource) -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ def test_changes_are_sent_also_where_staging_was_given_up_since(make_world):
 
 
 def test_the_share_of_changes_is_that_since_the_publish_before(make_world, monkeypatch):
-    """What slipstream push tells, however many loads there are; a run has a figure of its own (changed_share.py)."""
+    """What slipstream push tells, however many loads there are; a run has a figure of its own (probes.py)."""
     found = []
     for first_packets in (512, 1):
         monkeypatch.setattr(budget, "FIRST_PACKETS", first_packets)

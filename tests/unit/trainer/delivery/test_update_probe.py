@@ -1,4 +1,4 @@
-"""Promises of trainer/delivery/update_probe.py: the figure is the share of an update that engines' weights lack."""
+"""Promises of trainer/delivery/probes.py: the figure is the share of an update that engines' weights lack."""
 
 from collections.abc import Sequence
 

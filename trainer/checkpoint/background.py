@@ -1,16 +1,21 @@
-"""Copies of tensors in host memory that every checkpoint of a rank uses again.
+"""What lets a rank train on while its state is written: copies in host memory, and a thread that writes them.
 
     prepare(num_bytes)   take memory, and page-lock it for a GPU; a thread does this, beside other work
     begin()              all of it may be written again
     copy(tensor)         a contiguous copy in it; the device's current stream writes it
     wait()               the copies are there
 
-Fresh memory is what makes a copy slow: a host gives it page by page, and a GPU's driver copies twice where it is not
-page-locked. 20 GB of Qwen3-30B-A3B's state took 17 s.
+    begin(write)         the thread calls write(), after those that were begun before
+    are_done()           whether all have returned; raises what the first one that failed raised, once
 
-Owns the memory, which stays. Does not own: what is copied, and that nobody reads earlier copies any more
-(rank_states.py).
+Fresh memory is what makes a copy slow: a host gives it page by page, and a GPU's driver copies twice where it is not
+page-locked. 20 GB of Qwen3-30B-A3B's state took 17 s. So every checkpoint of a rank uses the same memory again, and
+callers see to it that nobody reads earlier copies any more. The thread writes large files, for which Python's lock is
+not held.
 """
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -64,3 +69,36 @@ class HostCopies:
         # torch rounds page-locked memory up to a power of two
         self._chunks.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
         self._used.append(0)
+
+
+class BackgroundWrites:
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writes files")
+        self._begun: list[Future[None]] = []
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Have the thread call a function once."""
+        self._begun.append(self._thread.submit(write))
+
+    def are_done(self) -> bool:
+        """Whether nothing is being written any more. Does not wait.
+
+        Raises:
+            Exception: what a function raised that begin() was given. The next call does not raise it again.
+        """
+        if not all(write.done() for write in self._begun):
+            return False
+        begun, self._begun = self._begun, []
+        for write in begun:
+            write.result()
+        return True
+
+    def settle(self) -> None:
+        """Wait for all, and forget what failed: whoever asked for it is gone."""
+        wait(self._begun)
+        self._begun = []
+
+    def finish(self) -> None:
+        """Wait for all. Raises as are_done()."""
+        wait(self._begun)
+        self.are_done()

@@ -1,12 +1,18 @@
-"""Which share of the elements that engines get has changed since the publish before, from some rows of every publish.
+"""Two figures of what engines get, from a few rows of every publish, which are not counted in the watermark.
 
-    changed = share of the rows' elements with other bits in the engine's format * trained elements / all elements
+    changed = share of some rows' elements with other bits in the engine's format * trained elements / all elements
 
 Trained elements are those of matrices under an adapter or, in full training, of all matrices; everything else counts as
 unchanged. The rows are spread evenly over the trained elements and stay the same for the run, so that they are written
-by a few prepared launches, and what was sent of them is all that is kept. Owns: which rows, what was sent of them, and
-the share. Does not own how weights are written (merged_source.py). Takes a quarter of a megabyte, which is not counted
-in the watermark.
+by a few prepared launches, and what was sent of them is all that is kept.
+
+    kept  = <added, s B A> / <s B A, s B A>          over the rows looked at, in float32; `added`: what engines get
+                                                     beyond the base, in their format
+    error = |1 - kept|                               0: engines get the update; 1: they keep the base
+
+Rounding to nearest loses what is less than half a step of the engine's format; rounding by thresholds is noise that is
+larger than a small update, but its mean is right, and so is the share within error / sqrt(elements). These rows move on
+from version to version.
 """
 
 import itertools
@@ -24,13 +30,15 @@ from slipstream.weight_sync.layout import DTYPE_BYTES, Region
 from slipstream.weight_sync.pipeline.packing import CompiledReads, FillSlot, PackedRead
 from slipstream.weight_sync.plan.budget import aligned
 
-PLACES, ELEMENTS = 16, 1 << 12
+PLACES, PLACE_ELEMENTS = 16, 1 << 12
 """Runs of rows, and elements of each."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+MATRICES, MATRIX_ELEMENTS = 8, 1 << 13
+"""Matrices of a publish, and elements of each."""
 
 
 class ChangedShare:
-    """See the module's docstring.
+    """Which share of an engine's elements has changed since the version before. Takes a quarter of a megabyte.
 
     Args:
         dtypes: Tensor -> the format in which engines get it.
@@ -108,6 +116,49 @@ def _region(held: Sequence[HeldTensor | FusedTensor], ends: Sequence[int], place
     *leading, row, _ = (int(at) for at in np.unravel_index(element, one.region.shape))
     first = one.region.start[-2]
     stop = min(first + num_rows, ((first + row) // BLOCK + 1) * BLOCK)
-    count = min(max(1, ELEMENTS // num_columns), stop - first - row)
+    count = min(max(1, PLACE_ELEMENTS // num_columns), stop - first - row)
     start = (*(a + b for a, b in zip(one.region.start, leading, strict=False)), first + row, one.region.start[-1])
     return one.tensor, Region(start, (*(1 for _ in outer), count, num_columns))
+
+
+class UpdateProbe:
+    """How much of an adapter's update engines lack. A look takes less than half a megabyte beside a merge's scratch.
+
+    Args:
+        added: (matrix, region) -> what engines get beyond the base; the region lies in one row of blocks.
+    """
+
+    def __init__(self, held: Sequence[HeldTensor], added: Callable[[HeldTensor, Region], Tensor]) -> None:
+        self._held, self._added = list(held), added
+        self._sums: Tensor | None = None
+
+    @torch.no_grad()
+    def look(self, version: int, gathered_a: dict[str, Tensor]) -> None:
+        """Take the rows of a version, whose weights can be read; nothing waits for the device."""
+        count = min(MATRICES, len(self._held))
+        self._sums = None
+        for place in range(count):  # spread over the layers
+            index = (place * len(self._held) // count + version) % len(self._held)
+            sums = self._of(self._held[index], version, gathered_a)
+            self._sums = sums if self._sums is None else self._sums + sums
+
+    def error(self) -> float | None:
+        """What was found at the last look; None where nothing is adapted, or the adapter adds nothing yet."""
+        if self._sums is None:
+            return None
+        inner, square = self._sums.tolist()
+        return abs(1.0 - inner / square) if square > 0 else None
+
+    def _of(self, held: HeldTensor, version: int, gathered_a: dict[str, Tensor]) -> Tensor:
+        start, stop = held.region.start[0], held.region.stop[0]
+        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        block = blocks[version % len(blocks)]
+        first = max(start, block * BLOCK)
+        rows = max(1, MATRIX_ELEMENTS // held.region.shape[1])
+        num_rows = min(rows, stop - first, (block + 1) * BLOCK - first)
+        region = Region((first, 0), (num_rows, held.region.shape[1]))
+        operands = held.run(region).operands(gathered_a)
+        factor = operands.a_EKN[operands.first_row // operands.rows_a_factor]
+        update = operands.scale * (operands.b_GRK[0].float() @ factor.float())
+        got = self._added(held, region)
+        return torch.stack([(got * update).sum(dtype=torch.float64), update.square().sum(dtype=torch.float64)])
