@@ -1,6 +1,6 @@
 """Adapters and merged models on disk, in the formats of PEFT and transformers.
 
-Owns file layouts and the gathering that fills them. An adapter, for E experts, rank r (P = base_model.model.<module>):
+An adapter, for E experts, rank r (P = base_model.model.<module>):
 
     P.lora_A.weight                          (r, in)        P.lora_B.weight                          (out, r)
     P of gate_up: ...mlp.experts.base_layer  (E*r, H)                                                (2I, r*E)
@@ -14,6 +14,7 @@ columns of other experts.
 import json
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -100,14 +101,8 @@ def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) 
 
 
 def gather_adapter(decoder: Decoder, base: str | None, to_host: Callable[[Tensor], Tensor]) -> GatheredAdapter | None:
-    """Collective: copy the adapter to rank 0's host memory; None on every other rank.
-
-    Args:
-        base: The base checkpoint's path, for whoever loads the adapter; None: none is named.
-
-    Raises:
-        CheckpointError: the decoder has no adapters.
-    """
+    """Collective: copy the adapter to rank 0's host memory; None on every other rank. `base` is the base checkpoint's
+    path, for whoever loads the adapter. Raises CheckpointError if the decoder has no adapters."""
     layout = decoder.layout
     tensors: dict[str, Tensor] = {}
     modules: set[str] = set()
@@ -162,11 +157,8 @@ def load_adapter(decoder: Decoder, folder: Path | str) -> int:
     """Read an adapter in PEFT's format into this rank's shards. No communication. A module without factors in the file
     keeps those that it has: B is zero when a run starts.
 
-    Returns:
-        Matrices of the whole policy without factors in the file.
-
-    Raises:
-        CheckpointError: it is no adapter of this policy (trainer/weights/stored_adapter.py).
+    Returns the number of matrices of the whole policy without factors in the file. Raises CheckpointError if it is no
+    adapter of this policy (trainer/weights/stored_adapter.py).
     """
     folder = Path(folder)
     assert decoder.lora is not None, "a policy without adapters starts from none"
@@ -239,12 +231,10 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: JsonObject) -> 
 
     Args:
         decoder: in LoRA mode the adapters are merged (float32, rounded once); in full training weights are cast.
-        folder: made if missing.
         hf_config: the config.json to write; dtype and architectures are filled in. Its quantization_config decides
             which tensors are written in block-FP8; the others have the compute dtype.
 
-    Raises:
-        CheckpointError: experts are packed.
+    Raises CheckpointError if experts are packed.
     """
     if is_packed(decoder):
         raise CheckpointError(
@@ -330,7 +320,7 @@ def _wait_for_rank_0(decoder: Decoder) -> None:
 
 
 def _num_bytes(meta: TensorMeta) -> int:
-    return Region((0,) * len(meta.shape), meta.shape).num_elements * DTYPE_BYTES[meta.dtype]
+    return prod(meta.shape) * DTYPE_BYTES[meta.dtype]
 
 
 def _numbered(number: int, count: int) -> str:

@@ -8,10 +8,8 @@ overwrites an older one. A rank sends a state only when the states before it are
 So there is always a number that every rank has. A rank that was given up, since its node was out of reach, may come
 back when all ranks live anew, and send what it had begun to: lives are counted, and of an earlier one nothing is held.
 
-Owns: the memory, and the connections, one for each state that goes either way. Does not own what the bytes mean
-(rank_state.py), when they are sent (kept_states.py), or where keepers are (orchestrator/cluster/rebirth.py). Needs no
-torch.
-Invariant: whoever does not know the run's key gets nothing and stores nothing. Bytes alone pass: nothing is unpickled.
+Needs no torch. Invariant: whoever does not know the run's key gets nothing and stores nothing. Bytes alone pass:
+nothing is unpickled.
 """
 
 import json
@@ -138,11 +136,8 @@ class Keeper:
 
 
 def hold(address: Address, key: bytes, rank: int, number: int, parts: Sequence[memoryview], life: int) -> None:
-    """Let a keeper hold a state of this rank: these bytes, one part after the other. Returns when it is whole there.
-
-    Raises:
-        OSError: The keeper is gone, or silent, or ranks have begun another life.
-    """
+    """Let a keeper hold a state of this rank: these bytes, one part after the other. Returns when it is whole there;
+    raises OSError if the keeper is gone, or silent, or ranks have begun another life."""
     num_bytes = sum(part.nbytes for part in parts)
     request = {"verb": "hold", "rank": rank, "number": number, "num_bytes": num_bytes, "life": life}
     with _asking(address, key, **request) as (connection, sock):
@@ -152,11 +147,7 @@ def hold(address: Address, key: bytes, rank: int, number: int, parts: Sequence[m
 
 
 def take(address: Address, key: bytes, rank: int, number: int) -> memoryview:
-    """The state that a keeper holds.
-
-    Raises:
-        OSError: The keeper is gone, or silent, or has no such state.
-    """
+    """The state that a keeper holds. Raises OSError if it is gone, or silent, or has no such state."""
     with _asking(address, key, verb="give", rank=rank, number=number) as (connection, sock):
         state = _memory(int(connection.recv_bytes()))
         _receive(sock, state)

@@ -7,8 +7,6 @@
 Copying holds up the step for as long as the GPU's bus takes. So a state is skipped where copies would take more than a
 twentieth of the time, and while the state before it is still being sent.
 
-Owns: the copies and the thread. Does not own: the keepers (keeper.py), what a state holds (rank_states.py), its bytes
-(rank_state.py).
 """
 
 import logging
@@ -25,7 +23,6 @@ from slipstream.trainer.checkpoint.keeper import Address, Readiness, hold
 from slipstream.trainer.checkpoint.rank_state import rank_state_parts
 
 logger = logging.getLogger(__name__)
-
 
 _PAUSE = 20.0
 """Time between two copies, as a multiple of the time that a copy takes."""

@@ -1,9 +1,9 @@
 """What this trainer rank can write out of its adapter: the trainer's side of a publish into engine slots.
 
-Owns the translation of sharded LoRA factors into the rectangles of trainer/weights/adapter_names.py, and their
-values: cast to the engine's dtype, B then multiplied by alpha / rank *in that dtype*. This is what vLLM does when it
-loads an adapter from disk, so a slot holds the same bytes either way, whatever alpha / rank is. (The trainer scales
-after the product. The two agree to the bit when alpha / rank is a power of two, and to a rounding of B otherwise.)
+Sharded LoRA factors become the rectangles of trainer/weights/adapter_names.py: cast to the engine's dtype, B then
+multiplied by alpha / rank *in that dtype*. This is what vLLM does when it loads an adapter from disk, so a slot holds
+the same bytes either way, whatever alpha / rank is. (The trainer scales after the product. The two agree to the bit
+when alpha / rank is a power of two, and to a rounding of B otherwise.)
 
 Invariant: nothing here communicates, not even `begin`: FSDP2 shards A and B by rows, experts are held whole, and every
 rank publishes the rows that it holds. Over all ranks, the rectangles of one factor are disjoint and cover it: the rank

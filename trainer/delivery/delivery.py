@@ -5,9 +5,7 @@
     adapter            the base, without adapters       the workers' endpoints, once; not sent if it is packed
                        A and B alone                    their adapter endpoints, every version
 
-Owns: which source is published where, and when the base is sent. Does not own the sources (merged_source.py,
-adapter_source.py), the protocol (publisher.py), or the version (learner.py). Invariant: the two publishers of
-adapter mode share one watermark, so one holds memory at a time.
+Invariant: the two publishers of adapter mode share one watermark, so one holds memory at a time.
 """
 
 import logging
@@ -36,12 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Delivery:
-    """See the module's docstring.
-
-    Args:
-        host: Address at which engines' links reach this rank.
-        merges: Of the whole model, if engines merge for themselves (weight_sync.remote_merge).
-    """
+    """See the module's docstring. `merges` are the whole model's, if engines merge for themselves."""
 
     def __init__(
         self,
@@ -87,14 +80,13 @@ class Delivery:
         """Meet the rollout workers at these ZMQ endpoints and build the transfer plan. Returns its summary.
 
         Args:
-            transport: the link to write over; by default Mooncake's, as weight_sync.transport asks.
+            transport: by default Mooncake's, as weight_sync.transport asks.
             adapter_endpoints: endpoints of the same workers' adapter slots. With weight_sync.mode=adapter, this call
                 sends the frozen base to `endpoints` once (unless it is packed), and publish() writes to these.
             absent: given if other ranks, which have died, were connected before: workers have their base, and these of
                 them are out of service (see Publisher.connect).
 
-        Raises:
-            ReplicaError: a worker did not take the base.
+        Raises ReplicaError if a worker did not take the base.
         """
         if self.source is None:
             raise LayoutError(
@@ -121,7 +113,7 @@ class Delivery:
         return report
 
     def disconnect(self, replicas: Sequence[int]) -> None:
-        """Close the links to engines that are dead (see Publisher.disconnect)."""
+        """See Publisher.disconnect."""
         if self._publisher is not None:
             self._publisher.disconnect(replicas)
 

@@ -1,10 +1,9 @@
 """What every trainer rank would hold, from one decoder on torch's meta device: no process, no GPU, no weights.
 
-Owns: cutting that decoder's tensors for ranks that need not exist, and the sizes that follow. Does not own the rules:
-which parameters are whole on every rank is build_decoder.py's, rows of a rank parallel.py's, experts of a rank
-moe/block.py's, names and rectangles those of shards.py and adapter_source.py. A rank that exists is not built
-for each one that is planned: FSDP2 over Kimi-K2 takes seconds a rank. A test compares every layout with what real ranks
-report.
+The rules are those of ranks that exist: which parameters are whole on every rank (build_decoder.py), rows of a rank
+(parallel.py), experts of a rank (moe/block.py), names and rectangles (shards.py, adapter_source.py). A rank is
+not built for each one that is planned: FSDP2 over Kimi-K2 takes seconds a rank. A test compares every layout with what
+real ranks report.
 """
 
 from collections import defaultdict
@@ -87,11 +86,7 @@ class PlannedTrainer:
     """The ranks of a trainer, from the options alone."""
 
     def __init__(self, spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> None:
-        """Build the decoder on meta, whole.
-
-        Args:
-            spec: What is trained; with packed experts, its memory can be asked for and nothing else.
-        """
+        """Build the decoder on meta, whole. With packed experts, its memory can be asked for and nothing else."""
         self._spec, self._dtype, self._trainer = spec, dtype, trainer
         self._decoder = build_whole(spec, dtype, trainer)
         self._holders: dict[int, list[int]] = {}
@@ -103,7 +98,7 @@ class PlannedTrainer:
         self._on_every_rank = set(map(id, replicated_parameters(self._decoder)))
 
     def layouts(self, quantization: BlockFp8 | None = None) -> tuple[SourceLayout, ...]:
-        """The layout that each rank's TrainerWeightSource would report."""
+        """What each rank's TrainerWeightSource would report."""
         own = self._spec.checkpoint_tensors(self._dtype)
         shapes = {} if quantization is None else quantization.shapes(own)
         tensors = tuple(engine_tensors(own, quantization))
@@ -117,7 +112,7 @@ class PlannedTrainer:
         return tuple(found)
 
     def adapter_layouts(self) -> tuple[SourceLayout, ...]:
-        """The layout that each rank's AdapterSource would report."""
+        """What each rank's AdapterSource would report."""
         lora = self._trainer.lora
         tensors = tuple(adapter_tensors(self._spec.checkpoint_tensors(self._dtype), lora))
         shards: list[list[SourceShard]] = [[] for _ in range(self._trainer.num_ranks)]
@@ -149,7 +144,7 @@ class PlannedTrainer:
         return self.memory().adapters + gathered - gathered // self._trainer.num_ranks
 
     def _gathered_bytes(self) -> int:
-        """A factors that several ranks hold parts of, whole."""
+        """Whole A factors of which several ranks hold parts."""
         modules = [module for module in self._decoder.modules() if isinstance(module, Linear) and module.lora]
         return sum(module.lora_A.nbytes for module in modules) if self._trainer.num_ranks > 1 else 0
 

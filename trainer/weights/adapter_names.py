@@ -9,9 +9,8 @@ Gate and up of an expert share one A here: two names, one factor. R is the rank 
 rank, rounded up to one that engines have kernels for. The elements beyond the trainer's rank are zeros. They are sent,
 too, so that every byte of a slot is counted and hashed.
 
-Owns: which checkpoint matrices have an adapter that engines can serve. Those of latent attention are missing: vLLM
-folds kv_b_proj into other matrices, so no adapter can be applied to it. So are Mixtral's experts, whose names differ.
-Invariant: `trainer/delivery/adapter_source.py` writes exactly these.
+Matrices of latent attention are missing: vLLM folds kv_b_proj into other matrices, so no adapter can be applied to it.
+So are Mixtral's experts, whose names differ. Invariant: `trainer/delivery/adapter_source.py` writes exactly these.
 """
 
 import re
@@ -34,11 +33,7 @@ def factor_names(tensor: str) -> tuple[str, str]:
 
 
 def adapter_tensors(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[TensorMeta]:
-    """Both factors of every adapted matrix, in the checkpoint's order.
-
-    Args:
-        tensors: ModelSpec.checkpoint_tensors() in the engine's dtype.
-    """
+    """Both factors of every adapted matrix of a checkpoint in the engine's dtype, in its order."""
     factors: list[TensorMeta] = []
     slot_rank = lora.slot_rank
     for meta in tensors:
@@ -51,7 +46,6 @@ def adapter_tensors(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[Ten
 
 
 def is_adapted(tensor: str, lora: LoraConfig) -> bool:
-    """Whether the checkpoint matrix carries an adapter."""
     module = tensor.split(".")[-2]
     kinds = ((lora.adapts_attention(module), _ATTENTION), (lora.adapts_mlp(module), _MLP), (lora.experts, _EXPERTS))
     return any(wanted and pattern.search(tensor) for wanted, pattern in kinds)

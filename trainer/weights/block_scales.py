@@ -15,10 +15,7 @@ With thresholds (weight_sync.merging.rounding) the base is cast to nearest, and 
 rounded by them: a weight that no adapter changes keeps the base's code, whose error is that of nearest.
 
 As in merge.py there are two forms: on CUDA the kernels of fp8_kernels.py, one launch per parameter and per run of rows,
-without scratch; elsewhere torch, chunk by chunk.
-
-Owns: scales, which are valid between begin() and end(), and the cast. Does not own: the merge (merge.py), names and
-shapes (quantization.py), what a rank holds (shards.py).
+without scratch; elsewhere torch, chunk by chunk. Scales are valid between begin() and end().
 
 Invariant: a value and its scale do not depend on how ranks cut rows, nor on which rectangle is asked for.
 
@@ -87,7 +84,6 @@ class ScaleRun:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns."""
         return len(self.rows), self.columns.stop - self.columns.start
 
     def joined(self, following: object) -> ScaleRun | None:
@@ -110,7 +106,7 @@ class BlockScales:
 
         Args:
             held: This rank's quantized rectangles, in the order of rows within a parameter.
-            shapes: Shapes of every quantized checkpoint tensor, in one order on all ranks.
+            shapes: Of every quantized checkpoint tensor, in one order on all ranks.
         """
         self._stacks: dict[int, _Stack] = {}
         self._place: dict[str, tuple[_Stack, int, Region]] = {}
@@ -128,12 +124,12 @@ class BlockScales:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the scales, and of begin()'s mask and all-reduced blocks."""
+        """Of the scales, and of begin()'s mask and all-reduced blocks."""
         return held_bytes(len(self._flat), self._num_shared)
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch bytes of one step of compute() or of a write, without the merge's own."""
+        """Of one step of compute() or of a write, without the merge's own."""
         return scratch_bytes((stack.num_columns for stack in self._stacks.values()), self._device.type)
 
     def shards(self) -> list[SourceShard]:
@@ -236,10 +232,8 @@ class BlockScales:
     def _merged(
         self, stack: _Stack, run: RowRun, gathered_a: dict[str, Tensor]
     ) -> Iterator[tuple[int, RowRun, Tensor, Tensor]]:
-        """Yield, per chunk of rows, (rows before it, its rows, row of scales of each of them, merged values).
-
-        The caller may change the values.
-        """
+        """Per chunk of rows: rows before it, its rows, row of scales of each of them, and merged values of the
+        caller."""
         for first, rows in run.rows.parts(MERGE_ROWS):
             part = replace(run, rows=rows)
             yield first, part, rows.of(stack.row_block_R).flatten().long(), self._padded(part, gathered_a)
@@ -302,11 +296,6 @@ class BlockScales:
 
 
 def dequantized(weight_RN: Tensor, scales: Tensor, region: Region) -> Tensor:
-    """Float32 values of a rectangle of a block-FP8 tensor.
-
-    Args:
-        weight_RN: float8_e4m3fn of region.shape.
-        scales: Scales of all the tensor's blocks.
-    """
+    """Float32 values of a rectangle of a block-FP8 tensor; `scales` are those of all its blocks."""
     rows, columns = (torch.arange(a, b) // BLOCK for a, b in zip(region.start, region.stop, strict=True))
     return weight_RN.float().mul_(scales.float()[rows][:, columns])

@@ -1,8 +1,7 @@
 """The factors of an adapter as they are, for engines that merge for themselves: names, places, and what a merge needs.
 
-Owns: `merges_of`, which says it of a whole decoder, and `factor_shards`, the rectangles of factors that this rank
-holds. Both follow `local_shards`, so that an engine is told the coordinates by which the trainer merges. Does not own
-names (weight_sync/merging/factors.py). Nothing communicates.
+Both `merges_of` and `factor_shards` follow `local_shards`, so that an engine is told the coordinates by which the
+trainer merges. Nothing communicates.
 """
 
 from collections.abc import Iterator
@@ -20,21 +19,13 @@ from slipstream.weight_sync.merging.factors import A_SUFFIX, B_SUFFIX, Merge
 
 
 def planned_merges(spec: ModelSpec, dtype: str, trainer: TrainerConfig, seed: int | None) -> tuple[Merge, ...]:
-    """merges_of a trainer that need not exist, from a decoder on torch's meta device.
-
-    Args:
-        spec, dtype, trainer: What is trained, in model.dtype, and how.
-        seed: run.seed, of which thresholds depend; None: merged values are rounded to nearest.
-    """
+    """merges_of a trainer that need not exist. Thresholds depend on the seed; None: merged values are rounded to
+    nearest."""
     return merges_of(build_whole(spec, dtype, trainer, seed))
 
 
 def merges_of(decoder: Decoder) -> tuple[Merge, ...]:
-    """Every merge of a decoder that lies whole on one rank.
-
-    Raises:
-        LayoutError: A matrix is merged in another order than row by row.
-    """
+    """Every merge of a decoder that lies whole on one rank. Raises LayoutError where one is not row by row."""
     merges: list[Merge] = []
     for held, delta, factor, a_name in _adapted(decoder):
         dtype = str(delta.b_parameter.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """Block scales and the cast to block-FP8 of merged weights: two Triton kernels around merge_kernel.py's tile.
 
-Owns only the kernels; `block_scales.py` calls them, says what they compute and holds the torch form. Both compute the
-merged values of a tile anew and keep them in registers, so that a cast reads the base once and writes one byte a value.
+`block_scales.py` says what they compute and holds the torch form. Both compute the merged values of a tile anew and
+keep them in registers, so that a cast reads the base once and writes one byte a value.
 """
 
 from collections.abc import Callable
@@ -134,15 +134,8 @@ def measurer(operands: MergeOperands, row_block_GR: Tensor, scales: Tensor) -> C
 def caster(
     operands: MergeOperands, row_block_GR: Tensor, scales: Tensor, largest: float, out_GRN: Tensor
 ) -> Callable[[], object]:
-    """A function that writes merged / scale, cut off at `largest`, into `out`, float8_e4m3fn: one launch.
-
-    Args:
-        operands: Rows with some or all of their columns.
-        row_block_GR: As for measurer().
-        scales: Likewise; those of all columns.
-        largest: Largest finite value of the format.
-        out_GRN: Any strides.
-    """
+    """A function that writes merged / scale, cut off at `largest`, into `out`, float8_e4m3fn: one launch. `row_block`
+    and `scales` are as for measurer(), of all columns; `out` has any strides."""
     tiles = tiles_of(operands)
     launch: Any = _cast_to_blocks[tiles.grid]
     blocks = (row_block_GR, tiles.band_stride(row_block_GR), scales, scales.stride(0))

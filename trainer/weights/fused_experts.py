@@ -90,11 +90,10 @@ class FusedTensor:
 
     @property
     def base(self) -> Tensor:
-        """Live values, in the trainer's layout."""
+        """Live, in the trainer's layout."""
         return local_rows(self.parameter)
 
     def fill(self, values: Tensor) -> None:
-        """Load the whole region."""
         if self.is_turned:
             self._turned(self.region).fill(values)
         else:
@@ -138,5 +137,4 @@ def interleave(rows_EN: Tensor) -> Tensor:
 
 
 def deinterleave(rows_EN: Tensor) -> Tensor:
-    """The inverse of `interleave`."""
     return torch.cat((rows_EN[:, 0::2], rows_EN[:, 1::2]), dim=1)

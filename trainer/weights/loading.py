@@ -1,9 +1,9 @@
 """Fill the first weights: this rank's slices of safetensors files, or values drawn from a seed, equal for any layout.
 
-Owns reading and drawing; `trainer.weights.shards` knows which rectangles a rank needs. Invariant: a value depends on
-its tensor's name, its place and the seed, never on the number of ranks. Adapters start at B = 0 and A ~ U(-1/sqrt(in),
-1/sqrt(in)), which is kaiming-uniform with a = sqrt(5). A counter-based generator draws each element of A: a function of
-(seed, parameter, index in the whole parameter), with the same bits on every kind of device.
+Invariant: a value depends on its tensor's name, its place and the seed, never on the number of ranks. Adapters start at
+B = 0 and A ~ U(-1/sqrt(in), 1/sqrt(in)), which is kaiming-uniform with a = sqrt(5). A counter-based generator draws
+each element of A: a function of (seed, parameter, index in the whole parameter), with the same bits on every kind of
+device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TensorReader(Protocol):
     """Where checkpoint tensors come from."""
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """The values of one rectangle, of shape region.shape, any float dtype and device."""
+        """One rectangle, of any float dtype and device."""
         ...
 
     def names(self) -> set[str] | None:
@@ -88,7 +88,6 @@ class CheckpointReader:
             raise CheckpointError(str(error)) from error
 
     def names(self) -> set[str]:
-        """Every tensor in the folder, as the language model calls it."""
         return set(self._stored)
 
     def read(self, tensor: str, region: Region) -> Tensor:
@@ -132,9 +131,7 @@ class RandomReader:
     def __init__(self, spec: ModelSpec, *, seed: int, std: float, device: torch.device | str) -> None:
         self._parameters, self._seed, self._std, self._device = spec.parameters(), seed, std, torch.device(device)
 
-    def names(self) -> None:
-        """None to list: random values can be made of any name."""
-        return
+    def names(self) -> None: ...
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """One rectangle, float32; packed experts in the stored format."""
@@ -175,7 +172,6 @@ class RandomReader:
 
 
 def open_reader(model: ModelConfig, spec: ModelSpec, *, seed: int, device: torch.device | str) -> TensorReader:
-    """The reader that `model.init` asks for."""
     if model.init is Init.random:
         return RandomReader(spec, seed=seed, std=model.init_std, device=device)
     assert model.path is not None  # ModelConfig checks it
@@ -184,11 +180,8 @@ def open_reader(model: ModelConfig, spec: ModelSpec, *, seed: int, device: torch
 
 @torch.no_grad()
 def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadReport:
-    """Fill every local base parameter, then start the adapters, before the decoder is used. No communication.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-    """
+    """Fill every local base parameter, then start the adapters, before the decoder is used. No communication. Raises
+    CheckpointError if a tensor is missing or has another shape."""
     num_tensors = num_bytes = num_packed_bytes = 0
     for packed in packed_tensors(decoder):
         packed.fill(reader.read(packed.tensor, packed.region))
@@ -250,10 +243,7 @@ def fill_uniform(out: Tensor, *, bound: float, key: int, first_element: int) -> 
     """Numbers first_element, first_element + 1, ... of the stream `key`, uniform in [-bound, bound).
 
     Number i is the upper 24 bits, signed, of splitmix64(key + i), times 2^-23 bound: exact up to one float32 product.
-
-    Args:
-        out: Contiguous, any float dtype.
-        first_element: Which number out's first element is.
+    `out` is contiguous, of any float dtype.
     """
     flat = out.view(-1)
     first = first_element

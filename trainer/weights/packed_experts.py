@@ -10,8 +10,8 @@
     experts.gate_up_proj_blocks | _scales  (E, 2I, H/32[, 16])      gate_up_packed | _scale; rows gate0 up0 gate1 ..
     experts.down_proj_blocks | _scales     (E, H, I/32[, 16])       down_packed | _scale     become gate first
 
-Owns that translation. Bits go from file to device without a cast; a format other than the buffer's is refused. No
-adapter merges into packed weights, so they are not among the rectangles of shards.py.
+Bits go from file to device without a cast; a format other than the buffer's is refused. No adapter merges into packed
+weights, so they are not among the rectangles of shards.py.
 """
 
 from __future__ import annotations
@@ -48,15 +48,10 @@ class PackedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Held on this rank."""
         return 0 if self.is_fact else self.into.numel() * self.into.element_size()
 
     def fill(self, values: Tensor) -> None:
-        """Load the whole region.
-
-        Raises:
-            CheckpointError: another format, or another shape.
-        """
+        """Load the whole region. Raises CheckpointError for another format or another shape."""
         if self.is_fact:
             if values.tolist() != self.into.tolist():
                 raise CheckpointError(f"{self.tensor} says {values.tolist()}, the model needs {self.into.tolist()}")

@@ -6,8 +6,6 @@ format, which vLLM and transformers read) stores a projection as two tensors:
     NAME.weight              float8_e4m3fn   (N, K)
     NAME.weight_scale_inv    float32         (ceil(N/128), ceil(K/128));  value = weight * scale of its block
 
-Owns: reading that entry, the names and shapes. Does not own the arithmetic (block_scales.py).
-
 Invariant: a tensor is quantized here exactly if vLLM gives its layer FP8 parameters. If the two differ, recording an
 engine's layout fails and names the tensor.
 """
@@ -41,10 +39,7 @@ class BlockFp8:
     @staticmethod
     def from_hf_config(hf_config: HfConfig) -> BlockFp8 | None:
         """What `quantization_config` asks for; None without one, and for packed experts, which ModelSpec describes.
-
-        Raises:
-            ConfigError: Another quantization, another block, or static activation scales.
-        """
+        Raises ConfigError for another quantization, another block, or static activation scales."""
         given = hf_config.get("quantization_config")
         if not given or given.get("quant_method") in ("compressed-tensors", "mxfp4"):
             return None
@@ -85,7 +80,7 @@ class BlockFp8:
         return not module.rsplit(".", 1)[-1].endswith(_NEVER)
 
     def shapes(self, tensors: Iterable[TensorMeta]) -> dict[str, tuple[int, ...]]:
-        """Every tensor that is quantized, in the order of the checkpoint."""
+        """Of every tensor that is quantized, in the order of the checkpoint."""
         return {meta.name: meta.shape for meta in tensors if self.quantizes(meta.name, meta.shape)}
 
 

@@ -1,8 +1,8 @@
 """Rows of one parameter on this rank: what one merge or one copy writes.
 
-Owns the coordinates inside a parameter: its rows are counted through its whole stack (row r of matrix e of a stack of
-(n, in) matrices is row e * n + r). Rows that follow each other there are merged by one call, and so are equal bands of
-rows at equal distances. Does not know checkpoint names.
+A parameter's rows are counted through its whole stack (row r of matrix e of a stack of (n, in) matrices is row
+e * n + r). Rows that follow each other there are merged by one call, and so are equal bands of rows at equal distances.
+Does not know checkpoint names.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ Kept = Mapping[nn.Parameter, Tensor]
 def local_rows(parameter: nn.Parameter, kept: Kept | None = None) -> Tensor:
     """A live view, without a graph, of this rank's rows of a parameter; the matrices of a stack one below the other.
 
-    The address is looked up at every read: FSDP2 may move a shard's storage, never the parameter.
-
-    Args:
-        kept: Take its values instead.
+    The address is looked up at every read: FSDP2 may move a shard's storage, never the parameter. If there are `kept`
+    values, it is of them.
     """
     local = local_part(parameter)[0] if kept is None else kept[parameter]
     return local.flatten(0, 1) if local.dim() == 3 else local
@@ -159,7 +157,6 @@ class RowRun:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns."""
         rows = len(self.rows)
         return (rows,) if self.columns is None else (rows, self.columns.stop - self.columns.start)
 
@@ -172,7 +169,7 @@ class RowRun:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """All parameters that write() reads."""
+        """What write() reads."""
         return (self.parameter,) if self.delta is None else (self.parameter, *self.delta.parameters)
 
     def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:

@@ -1,9 +1,9 @@
 """What this rank holds, in checkpoint coordinates, and how an adapter merges into it.
 
-Owns the one translation between module parameters (stacked experts, FSDP2 row shards, adapters beside their base) and
-checkpoint tensors. Loading, merged export and the weight source all go through `local_shards`; nothing else knows that
-rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are `mlp.experts.3.gate_proj.weight`. A parameter's rows are counted
-through its whole stack: the first of these is row 3 * 2I. One call merges rows that follow each other (`RowRun`).
+The one translation between module parameters (stacked experts, FSDP2 row shards, adapters beside their base) and
+checkpoint tensors: nothing else knows that rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are
+`mlp.experts.3.gate_proj.weight`. A parameter's rows are counted through its whole stack: the first of these is row
+3 * 2I.
 
 Invariant: over all ranks, the regions of one checkpoint tensor are disjoint and cover it, or every rank holds all of it
 (model.build_decoder.replicated_parameters). No function here communicates.
@@ -39,7 +39,6 @@ class HeldTensor:
     """
 
     tensor: str
-    """Name in the checkpoint."""
     region: Region
     """Where the rectangle lies in that tensor. It is cut only in the first dim."""
     parameter: nn.Parameter
@@ -56,7 +55,6 @@ class HeldTensor:
         return rows.view(self.region.shape)
 
     def fill(self, values: Tensor) -> None:
-        """Load the whole region."""
         self.base.copy_(values)
 
     def run(self, region: Region) -> RowRun:

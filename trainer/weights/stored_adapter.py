@@ -3,10 +3,9 @@
     adapter_config.json --fields--> refused by name, or neutral, or rank and scale of each module
     adapter_model.safetensors --names, shapes--> which matrices of the model it changes
 
-Owns: which fields of adapter_config.json change what an adapter computes, which options of a run fit an adapter, and
-whether its factors fit a model. Does not own reading the factors (`trainer/adapter_io.py`, which also draws the names).
-Invariant: an adapter that is let through computes here what it computes in PEFT. A field that is not known to be
-neutral is refused unless it is off, so that fields of a later PEFT are, too.
+trainer/adapter_io.py reads the factors, and draws their names. Invariant: an adapter that is let through computes here
+what it computes in PEFT. A field that is not known to be neutral is refused unless it is off, so that fields of a later
+PEFT are, too.
 """
 
 import json
@@ -72,7 +71,6 @@ class StoredAdapter:
     factors: dict[str, StoredTensor]
 
     def kind_of(self, factor: str) -> Kind:
-        """The kind of the module that a factor belongs to."""
         if re.search(r"\.\w+_attn\.", factor):
             return Kind.attention
         return Kind.experts if ".experts" in factor else Kind.mlp
@@ -101,14 +99,8 @@ def name_of_bank(name: str) -> str:
 
 
 def read_stored_adapter(folder: Path, subject: str) -> StoredAdapter:
-    """An adapter's files, if they are those of plain LoRA.
-
-    Args:
-        subject: What the user calls the folder: "trainer.lora.init_from", "--adapter".
-
-    Raises:
-        ConfigError: it holds no such adapter, or a field that changes what the adapter computes.
-    """
+    """An adapter's files, if they are those of plain LoRA; ConfigError otherwise. `subject` is what the user calls the
+    folder: "trainer.lora.init_from", "--adapter"."""
     path = folder / ADAPTER_CONFIG
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -177,11 +169,8 @@ class LoraOptions(NamedTuple):
 
 
 def options_of(stored: StoredAdapter, subject: str) -> LoraOptions:
-    """What a run needs to compute as the adapter does.
-
-    Raises:
-        ConfigError: modules of a kind have different ranks, or modules have different scales; no options say that.
-    """
+    """What a run needs to compute as the adapter does. Raises ConfigError where no options say that: modules of a kind
+    have different ranks, or modules have different scales."""
     found: dict[Kind, tuple[int, str]] = {}
     scales: dict[float, str] = {}
     of = f"{subject}={stored.folder}"
@@ -205,32 +194,17 @@ def options_of(stored: StoredAdapter, subject: str) -> LoraOptions:
         raise ConfigError(f"{of}: {ADAPTER_FILE} holds no factor; is it the file of an adapter?")
     ranks = {kind: rank for kind, (rank, _) in found.items()}
     rank = ranks.get(Kind.mlp, next(iter(ranks.values())))
-    return LoraOptions(
-        rank=rank,
-        attention_rank=_unless(rank, ranks.get(Kind.attention)),
-        expert_rank=_unless(rank, ranks.get(Kind.experts)),
-        alpha=_plain(next(iter(scales)) * rank),
-    )
-
-
-def _unless(rank: int, own: int | None) -> int | None:
-    return None if own == rank else own
-
-
-def _plain(number: float) -> float:
-    """Without the last digits of a quotient that was multiplied again: 16, not 16.000000000000004."""
-    return float(f"{number:.15g}")
+    own = {kind: other for kind, other in ranks.items() if other != rank}
+    alpha = float(f"{next(iter(scales)) * rank:.15g}")  # 16, not 16.000000000000004 of a quotient multiplied again
+    return LoraOptions(rank, own.get(Kind.attention), own.get(Kind.experts), alpha)
 
 
 def check_adapter_fits(stored: StoredAdapter, spec: ModelSpec, lora: LoraConfig, subject: str) -> int:
     """Check that a run of these options computes what the adapter does.
 
-    Returns:
-        Matrices that the run adapts and the adapter has no factors for; they start at zero.
-
-    Raises:
-        ConfigError: rank or scale differ, naming the options that fit; or naming the first factor without a place, of
-            another shape, or without its other half.
+    Returns the number of matrices that the run adapts and the adapter has no factors for; they start at zero. Raises
+    ConfigError if rank or scale differ, naming the options that fit; or naming the first factor without a place, of
+    another shape, or without its other half.
     """
     of = f"{subject}={stored.folder}"
     everything = LoraConfig(rank=lora.rank, alpha=lora.alpha)
