@@ -12,13 +12,14 @@ columns of other experts.
 """
 
 import json
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,7 +32,7 @@ from slipstream.trainer.errors import CheckpointError
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.parallel import cut_by_size, local_part, whole
+from slipstream.trainer.parallel import local_part, whole
 from slipstream.trainer.weights.adapter_names import PREFIX
 from slipstream.trainer.weights.fused_experts import deinterleave, interleave
 from slipstream.trainer.weights.packed_experts import is_packed
@@ -48,7 +49,6 @@ from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 from slipstream.weight_sync.publish.collectives import all_gather_bytes
 from slipstream.weight_sync.typed_msgpack import pack, unpack
 
-SINGLE_FILE = "model.safetensors"
 MAX_FILE_BYTES = 4 << 30
 """Largest safetensors file of a merged model."""
 
@@ -226,8 +226,7 @@ def pack_expert_b(b_ENR: Tensor) -> Tensor:
 def save_merged(decoder: Decoder, folder: Path | str, hf_config: JsonObject) -> None:
     """Collective: write a Hugging Face checkpoint of W + scale * B @ A, in the formats that engines load.
 
-    The holders of a tensor send it to rank 0, one tensor at a time. Rank 0 writes, and keeps at most one file of
-    MAX_FILE_BYTES in host memory.
+    Rank 0 writes, and keeps at most one file of MAX_FILE_BYTES in host memory.
 
     Args:
         decoder: in LoRA mode the adapters are merged (float32, rounded once); in full training weights are cast.
@@ -244,58 +243,59 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: JsonObject) -> 
     folder = Path(folder)
     dtype = str(decoder.dtype).removeprefix("torch.")
     source = TrainerWeightSource(decoder, decoder.layout.rank, BlockFp8.from_hf_config(hf_config))
-    tensors = source.layout().tensors
-    files = list(cut_by_size(tensors, _num_bytes, MAX_FILE_BYTES))
+    tensors = {meta.name: meta for meta in source.layout().tensors}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda meta: prod(meta.shape) * DTYPE_BYTES[meta.dtype],
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_FILE_BYTES,
+    )
+    regions: list[dict[str, Region]] = [{shard.tensor: shard.region for shard in source.layout().shards}]
+    if decoder.layout.world_size > 1:
+        regions = [unpack(dict[str, Region], data) for data in all_gather_bytes(pack(regions[0]), None)]
     is_writer = decoder.layout.rank == 0
     if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
-    merged_tensors = _merged_tensors(decoder, source)
-    for number, metas in enumerate(files, start=1):
-        content = {meta.name: next(merged_tensors) for meta in metas}
-        if is_writer:
-            file = SINGLE_FILE if len(files) == 1 else _numbered(number, len(files))
-            _save({name: t for name, t in content.items() if t is not None}, folder / file)
+    source.begin(version=0)
+    try:
+        for file, names in split.filename_to_tensors.items():  # all ranks walk the same tensors in the same order
+            content = {name: _merged(decoder, source, regions, tensors[name]) for name in names}
+            if is_writer:
+                _save({name: tensor for name, tensor in content.items() if tensor is not None}, folder / file)
+    finally:
+        source.end()
     if is_writer:
-        if len(files) > 1:
-            weight_map = {m.name: _numbered(n, len(files)) for n, metas in enumerate(files, start=1) for m in metas}
-            index = {"metadata": {"total_size": sum(map(_num_bytes, tensors))}, "weight_map": weight_map}
+        (folder / INDEX_NAME).unlink(missing_ok=True)  # an earlier model's index here would hide the new file
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-        else:
-            (folder / INDEX_NAME).unlink(missing_ok=True)  # an earlier model's index here would hide the new file
         config = {"architectures": [decoder.spec.hf_architecture], **hf_config, "dtype": dtype, "torch_dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _wait_for_rank_0(decoder)
 
 
-def _merged_tensors(decoder: Decoder, source: TrainerWeightSource) -> Iterator[Tensor | None]:
-    """Every tensor in turn: whole and on the CPU on rank 0, None elsewhere. All ranks walk the same tensors in the same
-    order."""
+def _merged(
+    decoder: Decoder, source: TrainerWeightSource, regions: Sequence[Mapping[str, Region]], meta: TensorMeta
+) -> Tensor | None:
+    """A whole tensor on the CPU of rank 0, to which its holders send it; None elsewhere."""
     layout = decoder.layout
-    regions: list[dict[str, Region]] = [{shard.tensor: shard.region for shard in source.layout().shards}]
-    if layout.world_size > 1:
-        regions = [unpack(dict[str, Region], data) for data in all_gather_bytes(pack(regions[0]), None)]
-    source.begin(version=0)
-    try:
-        for meta in source.layout().tensors:
-            dtype = getattr(torch, meta.dtype)
-            merged = torch.empty(meta.shape, dtype=dtype) if layout.rank == 0 else None
-            holders = [(holder, held[meta.name]) for holder, held in enumerate(regions) if meta.name in held]
-            if holders and holders[0][1].shape == meta.shape:
-                holders = holders[:1]  # other holders have the same values
-            for holder, region in holders:
-                if layout.rank not in (0, holder):
-                    continue
-                part = torch.empty(region.shape, dtype=dtype, device=layout.device)
-                if layout.rank == holder:
-                    source.read(meta.name, region, part)
-                if holder != 0:
-                    data = part.view(-1).view(torch.uint8)  # process groups do not know every format
-                    dist.recv(data, holder) if layout.rank == 0 else dist.send(data, 0)
-                if merged is not None:
-                    merged[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))] = part.cpu()
-            yield merged
-    finally:
-        source.end()
+    dtype = getattr(torch, meta.dtype)
+    merged = torch.empty(meta.shape, dtype=dtype) if layout.rank == 0 else None
+    holders = [(holder, held[meta.name]) for holder, held in enumerate(regions) if meta.name in held]
+    if holders and holders[0][1].shape == meta.shape:
+        holders = holders[:1]  # other holders have the same values
+    for holder, region in holders:
+        if layout.rank not in (0, holder):
+            continue
+        part = torch.empty(region.shape, dtype=dtype, device=layout.device)
+        if layout.rank == holder:
+            source.read(meta.name, region, part)
+        if holder != 0:
+            data = part.view(-1).view(torch.uint8)  # process groups do not know every format
+            dist.recv(data, holder) if layout.rank == 0 else dist.send(data, 0)
+        if merged is not None:
+            merged[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))] = part.cpu()
+    return merged
 
 
 def all_experts(decoder: Decoder, parameter: Tensor) -> Tensor:
@@ -317,11 +317,3 @@ def all_experts(decoder: Decoder, parameter: Tensor) -> Tensor:
 def _wait_for_rank_0(decoder: Decoder) -> None:
     if decoder.layout.world_size > 1:
         dist.barrier()
-
-
-def _num_bytes(meta: TensorMeta) -> int:
-    return prod(meta.shape) * DTYPE_BYTES[meta.dtype]
-
-
-def _numbered(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"

@@ -94,7 +94,7 @@ def _views(data: memoryview, start: int, header: JsonObject) -> dict[str, Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What messages call a state and its two parts."""
+    """What messages say."""
 
     state: str
     meta: str

@@ -149,7 +149,7 @@ class PlannedTrainer:
         return sum(module.lora_A.nbytes for module in modules) if self._trainer.num_ranks > 1 else 0
 
     def memory(self) -> TrainerMemory:
-        """The fullest rank's share. See TrainerMemory.FORMULA."""
+        """The fullest rank's share."""
         num_ranks = self._trainer.num_ranks
         weights, adapters, trained = (np.zeros(num_ranks, np.int64) for _ in range(3))
         for name, parameter in self._decoder.named_parameters():
@@ -180,7 +180,7 @@ class PlannedTrainer:
 
     @cached_property
     def _held(self) -> Sequence[Sequence[_Held]]:
-        """What each rank holds of the decoder's tensors."""
+        """By rank."""
         held: list[list[_Held]] = [[] for _ in range(self._trainer.num_ranks)]
         for one in local_shards(self._decoder):
             first_row = one.first_row if isinstance(one, HeldTensor) else None

@@ -157,7 +157,6 @@ class BlockScales:
         self._is_computed = True
 
     def drop(self) -> None:
-        """The scales are no longer those of the weights."""
         self._is_computed = False
 
     def scale_run(self, tensor: str, region: Region) -> ScaleRun:
@@ -171,7 +170,6 @@ class BlockScales:
 
     @torch.no_grad()
     def write_scales(self, run: ScaleRun, out: Tensor) -> None:
-        """Copy scales into `out`, of run.shape, any strides."""
         scales = run.rows.of(run.stack.scales(self._computed()))
         out.unflatten(0, scales.shape[:2]).copy_(scales[..., run.columns])
 

@@ -42,7 +42,6 @@ class Rows:
     """
 
     start: int
-    """The first band's first row."""
     height: int
     """Rows of a band."""
     num_bands: int = 1
@@ -149,7 +148,7 @@ class RowRun:
 
     @property
     def _is_under_one_a(self) -> bool:
-        """Whether each band is contiguous."""
+        """Whether each band is."""
         if self.delta is None or self.rows.num_bands > 1:
             return True
         first = self.delta.first_row + self.rows.start

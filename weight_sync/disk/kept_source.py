@@ -12,6 +12,7 @@ are not known to be those of the publish before, everything is marked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import torch
@@ -71,30 +72,34 @@ class KeptSource:
         return lambda slot: filling(slot, None)
 
     def compile_marked_reads(self, reads: Sequence[PackedRead]) -> Callable[[Tensor, Tensor | None], FillSlot]:
-        filling, kept = compile_reads(self._source, reads), self._kept(reads)
+        filling, key = compile_reads(self._source, reads), tuple(reads)
+        kept = self._loads.get(key)  # what is kept of these reads, whether they are marked or not
+        if kept is None:
+            self._loads[key] = kept = _Kept(
+                aligned(max((one.offset_bytes + one.num_bytes for one in reads), default=0))
+            )
 
         def with_marks(slot: Tensor, marks: Tensor | None) -> FillSlot:
-            fill = filling(slot)
-            kept.reserve(is_locked=slot.is_cuda)
+            # Its memory is taken once, as slots are allocated: to page-lock it in the first publish would make engines
+            # wait, and an earlier plan's is free by then.
+            if kept.values.nbytes < kept.num_bytes:
+                kept.values = host_bytes(kept.num_bytes, is_locked=slot.is_cuda).view(torch.int16)
+            fill, values = filling(slot), slot[: kept.num_bytes].view(torch.int16)
 
             def fill_and_mark() -> None:
                 fill()
                 if marks is not None:
-                    kept.mark(slot, marks, self._publish, self._compare)
-                kept.take(slot, self._publish)
+                    own_marks = marks[: len(values)]
+                    if kept.publish == self._publish - 1:
+                        self._compare(values, kept.values, own_marks.view(torch.bool))
+                    else:
+                        own_marks.fill_(1)
+                kept.values.copy_(values, non_blocking=True)
+                kept.publish = self._publish
 
             return fill_and_mark
 
         return with_marks
-
-    def _kept(self, reads: Sequence[PackedRead]) -> _Kept:
-        """What is kept of these reads, whether they are marked or not."""
-        key = tuple(reads)
-        kept = self._loads.get(key)
-        if kept is None:
-            kept = _Kept(max((read.offset_bytes + read.num_bytes for read in reads), default=0))
-            self._loads[key] = kept
-        return kept
 
     def _compare(self, values: Tensor, kept: Tensor, differs: Tensor) -> None:
         if not values.is_cuda:
@@ -113,35 +118,12 @@ def kept_scratch_bytes(device_type: str, watermark_bytes: int) -> int:
     return min(SCRATCH_BYTES, aligned(watermark_bytes // 16)) if device_type == "cuda" else 0
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Kept:
     """What a load held when it was packed last."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = aligned(num_bytes)  # packets and slots are, too
-        self._values = torch.empty(0, dtype=torch.int16)
-        self._publish = _NEVER
-        """In which it was packed."""
-
-    def reserve(self, *, is_locked: bool) -> None:
-        """Take its memory once, as slots are allocated: to page-lock it in the first publish would make engines wait,
-        and an earlier plan's is free by then."""
-        if self._values.nbytes < self._num_bytes:
-            self._values = host_bytes(self._num_bytes, is_locked=is_locked).view(torch.int16)
-
-    def take(self, slot: Tensor, publish: int) -> None:
-        self._values.copy_(self._elements(slot), non_blocking=True)
-        self._publish = publish
-
-    def mark(
-        self, slot: Tensor, marks: Tensor, publish: int, compare: Callable[[Tensor, Tensor, Tensor], None]
-    ) -> None:
-        """Mark the elements of a slot that differ; all, if what is kept is not of the publish before this one."""
-        values = self._elements(slot)
-        own_marks = marks[: len(values)]
-        if self._publish != publish - 1:
-            own_marks.fill_(1)
-        else:
-            compare(values, self._values, own_marks.view(torch.bool))
-
-    def _elements(self, slot: Tensor) -> Tensor:
-        return slot[: self._num_bytes].view(torch.int16)
+    num_bytes: int
+    """Aligned, as packets and slots are."""
+    values: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16))
+    publish: int = _NEVER
+    """In which it was packed."""

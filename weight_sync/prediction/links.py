@@ -1,7 +1,6 @@
 """The predicted cluster: link rates, which GPU is on which node. Pure data for predict.py.
 
-Owns: the figures that a prediction assumes, their checks, and the path from one GPU to another. Does not own: time
-(predict.py). Invariant: every rate is > 0 and every duration >= 0.
+Invariant: every rate is > 0 and every duration >= 0.
 
     trainer ranks and engine ranks are GPUs, numbered through the cluster; ranks_per_node of them share a node
     same node:      NVLink of the sender -> NVLink of the receiver
@@ -105,7 +104,6 @@ class Placement:
 
     @property
     def num_trainer_nodes(self) -> int:
-        """Nodes with trainer ranks."""
         return len({self.node_of(gpu) for gpu in self.trainer_gpus.values()})
 
 
@@ -115,12 +113,7 @@ def place(
     """Place trainer ranks first, then engine ranks, on consecutive GPUs.
 
     A replica that does not fit the rest of a node starts on the next node, so that it spans as few nodes as possible.
-
-    Args:
-        trainer_ranks: In order.
-        engine_ranks: In order.
-        ranks_per_node: GPUs of a node.
-        replicas_per_gpu: So many replicas of one rank each share a GPU, and its links.
+    `replicas_per_gpu` of one rank each share a GPU, and its links.
     """
     if ranks_per_node < 1:
         raise PlanError(f"ranks_per_node must be >= 1, got {ranks_per_node}")

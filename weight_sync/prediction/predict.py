@@ -60,13 +60,10 @@ class SenderFigures:
     write_s: float
     """Its port's time for what passes it, and what its writes take besides."""
     end_s: float
-    """When its last write is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverFigures:
-    """What one engine rank sees."""
-
     destination: Destination
     receive_s: float
     """Its ports' time for what passes them."""
@@ -129,11 +126,12 @@ def predict(
         mark_passes, apply_passes: of a publish of changes: further traffic per packed byte to find what changed, and
             per byte of an engine rank to put it in.
 
-    Raises:
-        PlanError: the placement lacks a rank.
-        WatermarkError: the watermark leaves no room for staging.
+    Raises PlanError if the placement lacks a rank, WatermarkError if the watermark leaves no room for staging.
     """
-    _check(plan, placement)
+    missing = [f"trainer rank {rank}" for rank in plan.tasks if rank not in placement.trainer_gpus]
+    missing += [f"replica {r} rank {rank}" for r, rank in plan.expected if (r, rank) not in placement.engine_gpus]
+    if missing:
+        raise PlanError(f"the placement lacks {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else ""))
     slow_ranks = slow_ranks or {}
     out_s: dict[Port, float] = defaultdict(float)
     in_s: dict[Port, float] = defaultdict(float)
@@ -227,13 +225,6 @@ def messages_s(plan: TransferPlan, rates: LinkRates) -> float:
     for (replica, _), params in plan.expected.items():
         entries[replica] = entries.get(replica, 0) + len(params)
     return (sum(entries.values()) + max(entries.values(), default=0)) * rates.entry_s
-
-
-def _check(plan: TransferPlan, placement: Placement) -> None:
-    missing = [f"trainer rank {rank}" for rank in plan.tasks if rank not in placement.trainer_gpus]
-    missing += [f"replica {r} rank {rank}" for r, rank in plan.expected if (r, rank) not in placement.engine_gpus]
-    if missing:
-        raise PlanError(f"the placement lacks {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else ""))
 
 
 def neighbours(placement: Placement) -> dict[int, list[int]]:

@@ -111,7 +111,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class PublishId:
-    """Names one publish. Example: PublishId("5e..", version=3, epoch=4, digest="9f..")."""
+    """Example: PublishId("5e..", version=3, epoch=4, digest="9f..")."""
 
     publisher: str
     """Random name of whoever publishes, which it gave in describe()."""

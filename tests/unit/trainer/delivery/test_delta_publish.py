@@ -82,15 +82,6 @@ def test_the_share_of_changes_is_that_since_the_publish_before(make_world, monke
     assert one == other and more_loads > num_loads
 
 
-def test_what_changed_much_goes_whole(make_world):
-    world = make_world(lr=0.05)
-    for number in range(3):
-        report = world.publish()
-        assert report.num_committed == 1 and world.all_hold_it()
-        assert report.num_bytes == world.whole_bytes or (number and report.num_bytes > 0.5 * world.whole_bytes)
-        world.step()
-
-
 @pytest.mark.parametrize("zone", [64, 1 << 11])
 def test_what_finds_no_room_in_the_zone_goes_whole(make_world, zone):
     world = make_world(delta_bytes=zone, zone=zone)
@@ -171,20 +162,6 @@ def test_what_is_sent_ahead_is_in_the_timeline_and_its_seconds_are_in_the_report
     assert report.num_committed == report.num_takers == 1 and report.total_s >= 1000.0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(one["args"].get("bytes", 0) for one in events if one["name"].startswith("load ")) == report.num_bytes
-
-
-def test_an_engine_without_a_zone_is_written_to_once_it_has_paused_and_the_others_while_they_serve(
-    make_world, monkeypatch
-):
-    world, seen = make_world(), set()
-    world.zone = 0
-    world.add_engines(1)
-    world.publish()
-    world.step()
-    states = [engine.receivers[0] for engine in world.engines]
-    before_writes(world, monkeypatch, lambda number, *_: seen.add((number, states[number].state.is_serving)))
-    assert world.publish().num_committed == 2 and world.all_hold_it()
-    assert {(0, True), (1, False)} <= seen and (1, True) not in seen
 
 
 def test_only_loads_of_which_something_goes_whole_are_packed_again(make_world, monkeypatch):
