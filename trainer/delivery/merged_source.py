@@ -38,6 +38,7 @@ from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
 from slipstream.weight_sync.merging.factors import Merge, factor_tensors
 from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
 
+AnyRun = RowRun | FusedRun | ScaleRun
 K = TypeVar("K")
 M = TypeVar("M")
 R = TypeVar("R", bound="Joining")
@@ -242,9 +243,7 @@ class TrainerWeightSource:
             _copy_into(self._last_gathered, key, whole)
 
     def _compiled(
-        self,
-        reads: Sequence[PackedRead],
-        writer_of: Callable[[PackedRun[RowRun | FusedRun | ScaleRun], Tensor, M], Callable[[], object]],
+        self, reads: Sequence[PackedRead], writer_of: Callable[[PackedRun[AnyRun], Tensor, M], Callable[[], object]]
     ) -> Callable[[Tensor, M], FillSlot]:
         """(slot, marks) -> a function that calls every run's writer."""
         runs = self.joined(reads)
@@ -261,7 +260,7 @@ class TrainerWeightSource:
 
         return filling
 
-    def _writer(self, tensor: str, run: RowRun | FusedRun | ScaleRun, out: Tensor) -> Callable[[], object]:
+    def _writer(self, tensor: str, run: AnyRun, out: Tensor) -> Callable[[], object]:
         """A function that writes a run's present values in the engine's format: merged, and quantized if `tensor` is;
         callable at every publish."""
         if isinstance(run, FusedRun):
@@ -273,9 +272,7 @@ class TrainerWeightSource:
             return partial(self._scales.write_scales, run, out)
         return self._scales.writer(run, out, self._gathered_a)
 
-    def _marker(
-        self, item: PackedRun[RowRun | FusedRun | ScaleRun], slot: Tensor, marks: Tensor
-    ) -> Callable[[], object]:
+    def _marker(self, item: PackedRun[AnyRun], slot: Tensor, marks: Tensor) -> Callable[[], object]:
         """As _writer, and marks what changed; where that is not known, everything."""
         run, read, out = item.run, item.read, item.out(slot)
         if getattr(torch, read.dtype) is not torch.bfloat16:  # goes whole
@@ -286,7 +283,7 @@ class TrainerWeightSource:
         write = self._writer(read.tensor, run, out)
         return lambda: (write(), own_marks.fill_(1))
 
-    def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun[RowRun | FusedRun | ScaleRun]]:
+    def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun[AnyRun]]:
         return joined_reads(reads, self._run)
 
     def end(self) -> None:
@@ -315,7 +312,7 @@ class TrainerWeightSource:
         if not self._is_begun:
             raise LayoutError(f"rank {self._rank}: read outside begin() and end()")
 
-    def _run(self, tensor: str, region: Region) -> RowRun | FusedRun | ScaleRun:
+    def _run(self, tensor: str, region: Region) -> AnyRun:
         if (
             self._scales is not None
             and tensor.removesuffix(SCALE_SUFFIX) in self._quantized
