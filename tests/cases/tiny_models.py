@@ -88,13 +88,15 @@ def make_decoder(
     reader: TensorReader | None = None,
     by: Forward | None = None,
     may_be_whole: bool = False,
+    rounding_seed: int | None = None,
 ) -> Decoder:
     """A decoder with a reader's weights, by default SpreadReader's; B is drawn from (name, expert) alone."""
     spec = read_config(hf_config, mla_norm_eps)
     trainer = trainer or trainer_config()
     decoder = build_decoder(
-        spec, dtype=dtype, device=device, trainer=trainer, layout=layout, by=by, may_be_whole=may_be_whole
-    )
+        spec, dtype=dtype, device=device, trainer=trainer, layout=layout, by=by, may_be_whole=may_be_whole,
+        rounding_seed=rounding_seed,
+    )  # fmt: skip
     load_weights(decoder, reader or SpreadReader(spec), seed=3)
     if nonzero_b:
         draw_b(decoder)

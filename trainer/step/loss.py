@@ -90,8 +90,7 @@ def policy_loss(
     policy = (weights.weight_N * losses.loss_N * share_N).sum()
     loss, ref_k3_N = policy, torch.zeros_like(log_ratio_N)
     if algorithm.kl_coef > 0:
-        if tokens.ref_logprobs_N is None:
-            raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the reference policy's log-probabilities")
+        assert tokens.ref_logprobs_N is not None, "AlgorithmConfig.needs_reference"
         kl_N = kl_estimates(logprobs_N, tokens.ref_logprobs_N, algorithm.kl_estimator)
         ref_k3_N = kl_estimates(logprobs_N.detach(), tokens.ref_logprobs_N, KlEstimator.k3)
         if algorithm.kl_in is KlPlace.loss:
@@ -142,8 +141,7 @@ def dpo_loss(
 ) -> PolicyLoss:
     """Direct preference optimization, summed over the microbatch's pairs and divided by the batch's number of pairs.
     Sums are float64. Arguments as in policy_loss."""
-    if tokens.ref_logprobs_N is None:
-        raise ValueError("algorithm.objective=dpo needs the reference policy's log-probabilities")
+    assert tokens.ref_logprobs_N is not None, "AlgorithmConfig.needs_reference"
     pair_N = tokens.sequence_index_N // 2
     is_chosen_N = tokens.sequence_index_N % 2 == 0
     reward_N = algorithm.dpo_beta * (tokens.logprobs_N - tokens.ref_logprobs_N).double()

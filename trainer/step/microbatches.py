@@ -50,9 +50,6 @@ def pack(lengths: Sequence[int], num_ranks: int, max_tokens: int, *, cp_size: in
     if cp_size > 1:
         groups = pack(lengths, num_ranks // cp_size, max_tokens * cp_size)
         return [microbatches for microbatches in groups for _ in range(cp_size)]
-    if not lengths:
-        return [[] for _ in range(num_ranks)]
-
     costs = [sample_cost(length) for length in lengths]
     fewest = _first_fit(lengths, max_tokens)
     num_bins = -(-len(fewest) // num_ranks) * num_ranks

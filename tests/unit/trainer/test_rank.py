@@ -17,6 +17,8 @@ from cases.rank_helpers import (
     step,
     values_of,
 )
+from cases.tiny_configs import GEMMA4
+from cases.tiny_models import logits_of
 from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 
@@ -157,6 +159,16 @@ def test_values_of_tokens_that_do_not_count_are_never_read():
     (clean_sums, clean), (dirty_sums, dirty) = results
     assert clean_sums == dirty_sums
     assert all(torch.equal(grad, dirty[name]) for name, grad in clean.items())
+
+
+def test_scores_are_log_probabilities_at_the_temperature_of_sampling():
+    """Of logits that the model bounds, too."""
+    rank, sample = make_rank(hf_config={**GEMMA4, "final_logit_softcapping": 1.0}), make_samples(3)[2]
+    ((score,),) = rank.score([[sample]], 0)
+    tokens = torch.from_numpy(sample.token_ids).long()
+    logits = logits_of(rank.decoder, (tokens, torch.arange(len(tokens)), torch.tensor([0, len(tokens)])))
+    wanted = (logits / 0.9).log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    np.testing.assert_allclose(score.logprobs, wanted.detach()[sample.loss_mask[1:]], rtol=1e-4)
 
 
 def test_log_probabilities_of_the_samples_that_are_shown_are_told():

@@ -234,14 +234,6 @@ def test_modules_of_equal_shapes_share_memory_and_others_never_do():
     assert len(addresses) == 8  # of one layer, in which q and o have equal shapes
 
 
-def test_a_switched_off_adapter_adds_nothing():
-    batch = packed()
-    operations = TorchAdapters()
-    bare, mine = make_decoder(MOE, trainer_config(TrainMode.full)), make_decoder(MOE, by=with_slots(operations))
-    assert relative_error(base_logits_of(mine, batch), logits_of(bare, batch)) < 1e-4
-    assert not operations.seen
-
-
 def test_only_adapted_kinds_of_modules_get_adapters():
     lora = LoraConfig(rank=4, alpha=8.0, targets=("mlp", "experts"))
     operations = TorchAdapters()
@@ -272,7 +264,7 @@ class Published:
 def test_values_are_those_of_the_published_checkpoint(name: str) -> None:
     """Bit by bit, in bfloat16, where they differ from those of the adapters beside their base."""
     batch = packed()
-    mine = make_decoder(MODELS[name], dtype=torch.bfloat16, by=MergedForward())
+    mine = make_decoder(MODELS[name], dtype=torch.bfloat16, by=MergedForward(), rounding_seed=5)
     separate = logits_of(mine, batch, by=Forward())
     engines = make_decoder(MODELS[name], dtype=torch.bfloat16, nonzero_b=False)
     load_weights(engines, Published(mine), seed=3)
@@ -281,10 +273,12 @@ def test_values_are_those_of_the_published_checkpoint(name: str) -> None:
     assert not torch.equal(separate, wanted)
 
 
-def test_the_reference_policy_computes_with_the_base() -> None:
-    batch = packed()
-    own, merged = (make_decoder(MOE, by=by) for by in (Forward(), MergedForward()))
-    assert torch.equal(base_logits_of(merged, batch), base_logits_of(own, batch))
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_the_reference_policy_computes_with_the_base(kind: str) -> None:
+    batch, by = packed(), FORWARDS[kind]()
+    base, mine = make_decoder(MOE, trainer_config(TrainMode.full)), make_decoder(MOE, by=by)
+    assert relative_error(base_logits_of(mine, batch), logits_of(base, batch)) < 1e-4
+    assert relative_error(logits_of(mine, batch), logits_of(base, batch)) > 1e-2
 
 
 def test_weights_side_by_side_are_those_of_each_alone_where_some_have_an_adapter() -> None:

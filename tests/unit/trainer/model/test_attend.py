@@ -167,8 +167,15 @@ def test_decoders_call_kernels_of_gpus_as_these_take_it(
     for module in (grouped_queries, latent):
         monkeypatch.setattr(module, "choose_attention_backend", lambda *_: AttentionBackend(backend))
     monkeypatch.setattr(PackedSequences, "is_long", True)
-    by = Forward(attention=engine_kernel) if is_engines else None
-    found, gradients = logprob_gradients(make_decoder(BY_FAMILY[family], by=by), packed())
+    calls = []
+
+    def kernel(*given: Any) -> tuple[Tensor, Tensor]:
+        calls.append(given)
+        return engine_kernel(*given)
+
+    decoder = make_decoder(BY_FAMILY[family], by=Forward(attention=kernel) if is_engines else None)
+    found, gradients = logprob_gradients(decoder, packed())
+    assert len(calls) == len(decoder.model.layers) * is_engines
     assert relative_error(found, plain) < 1e-5
     for name, expected in plain_gradients.items():
         actual = gradients[name]
