@@ -69,9 +69,9 @@ class Build:
     unpacked: UnpackBuffers
     """Buffers into which all layers unpack their packed experts."""
 
-    def linear(self, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
+    def linear(self, in_features: int, out_features: int) -> Linear:
         """A projection that never has an adapter."""
-        return Linear(in_features, out_features, bias=bias, weight_dtype=self.weight_dtype, lora=None)
+        return Linear(in_features, out_features, weight_dtype=self.weight_dtype, lora=None)
 
     def norm(self) -> RMSNorm:
         """A norm of the residual stream."""
