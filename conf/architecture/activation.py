@@ -14,13 +14,10 @@ class ExpertActivation:
     """One member of the family."""
 
     alpha: float = 1.0
-    """Slope inside the sigmoid."""
     cubic: float = 0.0
-    """Share of g^3 inside the sigmoid."""
     limit: float | None = None
     """Bound on gate (above) and up (both sides) before anything else; None: none."""
     up_offset: float = 0.0
-    """Added to up."""
     rounds_each: bool = False
     """Gate and up are rounded to the compute dtype before the activation, and its result before the product (without a
     limit), as in vLLM's kernels; else only h is."""

@@ -80,9 +80,7 @@ class GqaSpec(AttentionSpec):
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
-    """q, k and v projections have a bias."""
     output_bias: bool = False
-    """o_proj has a bias."""
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys, before RoPE."""
     norms_all_heads: bool = False
@@ -191,7 +189,6 @@ class MlaSpec(AttentionSpec):
     norm_eps: float
     """eps of q_a_layernorm and kv_a_layernorm; see conf.schema.Roundings.mla_norm_eps."""
     softmax_scale: float
-    """Factor of q . k."""
     indexer: IndexerSpec | None = None
     """None: a query sees every key before it."""
 

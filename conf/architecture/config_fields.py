@@ -293,4 +293,3 @@ _ROPE_SCALINGS: dict[str, Callable[[Fields, Fields], RopeScaling | None]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""rope_type -> how to read it."""

@@ -222,4 +222,3 @@ FAMILIES = {
     "glm_moe_dsa": Family(glm_moe_dsa, other_attention=_LATENT, needs_deep_gemm=True, lacks_on_cpu=_NO_SPARSE),
     "kimi_k2": Family(deepseek_v3, wrapper="kimi_k25", left_out={"tie_word_embeddings": True}, other_attention=_LATENT),
 }
-"""By model_type."""

@@ -188,7 +188,6 @@ FAMILIES: dict[str, Family] = {
         _minimax_m2, head_dim=128, expert_width="intermediate_size", names_slots=False, lacks_on_cpu=_NO_UNGROUPED
     ),
 }
-"""By model_type."""
 
 _WRAPPED = {family.wrapper: name for name, family in FAMILIES.items() if family.wrapper is not None}
 """model_type of a checkpoint with a vision tower -> that of its language model."""

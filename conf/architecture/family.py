@@ -14,7 +14,6 @@ class EngineAttention:
     """What engines ask of a kind of attention that is not grouped queries. They have no slots for its adapters."""
 
     kind: str
-    """As messages name it."""
     divided: tuple[str, ...] = ()
     """Fields of config.json that count heads, which an engine's ranks divide."""
     arguments: JsonMapping = field(default_factory=JsonObject)

@@ -230,4 +230,3 @@ FAMILIES = {
         gemma4, wrapper="gemma4", head_dim=256, engine_fields=gemma4_engine_fields, fills_slots=False, names_slots=False
     ),
 }
-"""By model_type."""

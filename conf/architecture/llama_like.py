@@ -236,4 +236,3 @@ FAMILIES = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_next": Family(qwen3_next, head_dim=256, other_attention=_DELTA_NET),
 }
-"""By model_type."""

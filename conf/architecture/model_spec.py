@@ -22,13 +22,11 @@ class ModelSpec:
     """One decoder-only architecture. Sizes are element counts."""
 
     family: str
-    """model_type of the Hugging Face config."""
     hf_architecture: str
     """Class that transformers and vLLM build from an exported checkpoint."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Width of a dense feed-forward."""
     rms_norm_eps: float
     tie_embeddings: bool
     attentions: tuple[AttentionSpec, ...]

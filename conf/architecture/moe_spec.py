@@ -52,7 +52,6 @@ class CheckpointNames:
     block: str = "mlp"
     """The router's and the experts' module in a layer; the trainer's own is `mlp`, as transformers'. "": the layer."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Gate, up and down of an expert."""
     shared: str = "shared_experts"
     """The feed-forward that every token passes, beside its experts."""
     correction: str = f"gate.{CORRECTION_BIAS}"
@@ -72,7 +71,6 @@ class MoeSpec:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Width of one expert."""
     norm_topk_prob: bool
     """Divide the top-k scores by their sum."""
     layers: tuple[bool, ...]
@@ -85,7 +83,6 @@ class MoeSpec:
     """Experts come in this many groups; a token's experts are chosen from its best `top_groups` groups."""
     top_groups: int = 1
     scaling_factor: float = 1.0
-    """Multiplies the routing weights."""
     shared_intermediate_size: int = 0
     """Width of the feed-forward that every token passes in addition to its experts; 0: there is none."""
     has_shared_gate: bool = False

@@ -100,7 +100,6 @@ class Shape:
     gpus: int
     """GPUs of each machine; 0: a run on CPUs."""
     processes: int
-    """Trainer ranks and rollout workers together."""
 
 
 def launch(config: RunConfig, words: Sequence[str], options: LaunchOptions) -> tuple[str, str]:

@@ -34,7 +34,6 @@ class ModeChoice:
     slot_bytes: int
     """Memory of one adapter on a rollout GPU; an engine holds algorithm.max_staleness_steps + 2 of them."""
     decode_loss: float
-    """Part of its decode speed that an engine loses by serving an adapter."""
     no_adapter: str | None = None
     """With which words a run that publishes adapters would be refused."""
 

@@ -62,7 +62,6 @@ class HostMemory:
     trainer_states: int
     """For one trainer rank, all copies: parameters and moments in float32. 0 with trainer.max_restarts=0."""
     num_copies: int
-    """How many copies of a rank's state there are."""
     responses: int
     """At one rollout worker, of training; 0 where workers end with their controller."""
     most_responses: int
@@ -76,7 +75,6 @@ class RelayChoice:
     num_written: int
     """Replicas that the trainer writes to; the others read from one of these, on their node."""
     num_bytes: int
-    """Bytes that the trainer sends."""
     written_s: float
     """Until those replicas have committed."""
     read_s: float

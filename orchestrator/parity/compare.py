@@ -32,7 +32,6 @@ ROUNDING = {torch.float32: 2.0**-16, torch.float16: 2.0**-10, torch.bfloat16: 2.
 """Two units in the last place of 16-bit formats. In float32, whose sums are as coarse as its results, 128 units: sums
 of a few thousand terms in another order differ by a few."""
 STANDARD_ERRORS = 6.0
-"""How many of them the common factor must be away from 1."""
 OTHERS = 4.0
 USUAL = 1.03
 """The same computation on the same tokens differs as before, to the last digit."""
@@ -68,13 +67,11 @@ class Difference:
     differing: float
     """Share of the elements that are not equal, bit for bit."""
     largest: float
-    """The largest absolute difference."""
     gain: float
     """Mean over tokens of (the common factor - 1)."""
     flipped: float
     """Share of a router's choices that are others; 0 for other operations."""
     limit: float
-    """ROUNDING of its format."""
     excess: float
     """How many times the nearest of its limits it is. Above 1: more than rounding."""
 
@@ -108,7 +105,6 @@ class Parting:
     kind: str
     layers: tuple[int, ...]
     num_layers: int
-    """How many layers have this operation."""
     worst: Difference
 
     @property

@@ -13,7 +13,6 @@ DELTA_MIB = 1024
 class PushOptions:
     checkpoint: Path
     base: Path | None = None
-    """What engines may hold already."""
     start: int = 0
     to: tuple[str, ...] = ()
     tp_size: int = 1
@@ -27,7 +26,6 @@ class PushOptions:
     transport: str = "auto"
     watermark_mib: int = 1024
     delta_mib: int | None = None
-    """None: DELTA_MIB."""
     timeout_s: float = 60.0
     start_timeout_s: float = 1800.0
     log_dir: Path = Path("push-logs")

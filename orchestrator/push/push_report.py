@@ -19,7 +19,6 @@ class PushReport:
     num_ranks: int
     device: str
     base: str = ""
-    """The checkpoint of --base."""
     link: str = ""
     read_s: float = 0.0
     """Seconds of the slowest rank's read."""
@@ -34,7 +33,6 @@ class PushReport:
     expected_s: float = 0.0
     """When the expected layouts of started engines were recorded from the model; 0: not before the engines were up."""
     expected_error: str = ""
-    """Why they could not be recorded."""
     num_expected: int = 0
     """Engine ranks that have the expected layout, and so did not record every layer."""
     plan_s: float = 0.0
@@ -46,7 +44,6 @@ class PushReport:
     """With a base: seconds until the slowest rank had read it, after it had connected, and packed it."""
     num_engine_ranks: int = 0
     publish_s: float = 0.0
-    """Seconds of the publish, from Begin to committed."""
     serving_s: float = 0.0
     """When the last engine was resumed."""
     publish: JsonObject = field(default_factory=dict)
