@@ -236,10 +236,12 @@ async def test_a_closed_server_fails_the_requests_of_its_clients_and_later_ones(
     worker: Worker, server: CallServer, client: WorkerClient
 ) -> None:
     waits = await asked(worker, client)
+    under_way = list(server._asked)
     server.close()
     for call in (waits, ask(client), ask(WorkerClient.at(server.address, KEY))):
         with pytest.raises(EngineDied, match="is closed"):
             await call
+    assert [task.cancelled() for task in under_way] == [True], "the worker does not go on with it"
 
 
 async def test_what_a_client_asked_is_given_up_when_another_one_comes_in_its_place(
