@@ -1,7 +1,7 @@
 """A caller's end of calls to another process (server.py), and clients that are made from a declaration.
 
-Owns: the connection, and noticing its end. Does not own: the messages (verbs.py), which process is asked
-(fleet/router.py, replica/clients.py), or the keys (curve.py).
+Owns: noticing the connection's end. Does not own: the messages (verbs.py), which process is asked (fleet/router.py,
+replica/clients.py), or the keys (curve.py).
 Invariant: every call ends with its result or an error. When the server's process or its machine is gone, calls to it
 fail with an error that says so, or with what the one who watches the process says of its end.
 """

@@ -6,11 +6,10 @@ Both ends prove in the handshake that they know the run's key: the server's two 
 ever sent. What follows is encrypted and authenticated with keys of this one connection, so nothing can be read,
 changed, or recorded and sent again.
 
-Without CURVE, libzmq collects all frames of a message before it hands over the first. MAXMSGSIZE limits one frame, but
-nothing limits their number, so anyone who reaches the port can fill the memory. With CURVE, libzmq closes a connection
-unless its handshake proves that the other end knows the server's public key. That key is derived from the run's key and
-is never sent in the clear. Before the proof, a connection may send one frame of at most MAX_FRAME_BYTES, within
-libzmq's ZMQ_HANDSHAKE_IVL (30 s). So longer messages are cut into frames, which only a member of the run can send.
+libzmq collects all frames of a message before it hands over the first. MAXMSGSIZE limits one frame, but nothing limits
+their number: without CURVE anyone who reaches the port could fill the memory. With it a stranger may send one frame of
+at most MAX_FRAME_BYTES, within libzmq's ZMQ_HANDSHAKE_IVL (30 s), before its connection is closed. So longer messages
+are cut into frames, which only a member of the run can send.
 """
 
 import hmac

@@ -13,8 +13,7 @@
 Server and client are made from the declaration (rollout/worker_verbs.py, rollout/receivers.py, replica/messages.py).
 Ray is not on this way (docs/decisions/0024-sampling-without-ray.md).
 
-Owns: the server's end. Does not own: the caller's (connection.py), the messages (verbs.py), what a verb does, or the
-keys of a connection (curve.py).
+Does not own: the caller's end (connection.py), the messages (verbs.py), or the keys of a connection (curve.py).
 Invariant: every call is answered by its result or an error.
 """
 
@@ -67,10 +66,9 @@ def serve_in_thread(
                 try:
                     result = pack(verbs[request.verb].asked(target, request.arguments))
                     answer = Answer(request.number, "", "", msgspec.Raw(result))
-                except SlipstreamError as raised:
-                    answer = failure_of(request, raised)
                 except Exception as raised:  # the caller gets the error, and the thread goes on
-                    logger.exception("%s failed", request.verb)
+                    if not isinstance(raised, SlipstreamError):
+                        logger.exception("%s failed", request.verb)
                     answer = failure_of(request, raised)
                 socket.send_multipart([peer, *frames_of(pack(answer))])
 

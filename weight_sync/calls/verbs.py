@@ -1,7 +1,7 @@
 """Methods of a protocol as typed messages: a verb's annotations say how its arguments and its result are read.
 
-Owns: the messages of a call. Does not own: sockets (server.py, connection.py), or how plain values and arrays are
-written (weight_sync/typed_msgpack.py). A parameter that travels as something else than it is names that:
+Does not own: sockets (server.py, connection.py), or how plain values and arrays are written
+(weight_sync/typed_msgpack.py). A parameter that travels as something else than it is names that:
 Annotated[Prompt, SentPrompt], where SentPrompt has of(prompt) and value().
 Invariant: what does not fit the annotations is an error of that call, never a value.
 """

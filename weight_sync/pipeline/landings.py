@@ -12,8 +12,8 @@ whole, into the live parameter. That is decided per packet and engine rank, when
 noted in a row, which the engine rank gets with the commit. A load of which every packet went whole, because too much of
 it changed, is marked again at the SKIPPED-th publish after that.
 
-Owns: marks and streams, the choice, and the rows. Does not own: streams' form (weight_sync/changes.py), slots
-(staging_slots.py), writes (lanes.py), what an engine rank does with rows (replica/landing.py).
+Does not own: streams' form (weight_sync/changes.py), slots (staging_slots.py), writes (lanes.py), what an engine rank
+does with rows (replica/landing.py).
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Landing:
     """This rank's part of an engine rank's zone, in one publish."""
 
     address: int
-    """Where the whole zone begins."""
+    """Of the whole zone."""
     first: int
     stop: int
     """This rank's part, in bytes from the address."""
@@ -55,7 +55,7 @@ class Landing:
         return place
 
     def to_bytes(self) -> bytes:
-        """All rows, as little-endian int64."""
+        """The rows, as little-endian int64."""
         return np.array(self.rows, "<i8").tobytes()
 
 
@@ -113,7 +113,7 @@ class ChangeSlots:
         return sum(t.numel() * t.element_size() for t in (self._marks, self._streams))
 
     def begin(self) -> None:
-        """A publish begins: nothing was compared in it yet."""
+        """A publish begins."""
         self._num_changed.zero_()
         self._num_compared = 0
         for load, (was_asked, has_fitted) in enumerate(zip(self.was_asked, self._has_fitted)):
@@ -172,11 +172,12 @@ class ChangeSlots:
 
 def _number_of_chunk(packets: Sequence[Packet]) -> dict[int, int]:
     """Per packet that may go as a stream, its number among them."""
+    firsts = [packet.tasks[0] for packet in packets]
     able = [
         index
-        for index, packet in enumerate(packets)
-        if packet.tasks[0].dtype in DTYPES
-        and packet.tasks[0].num_bytes % ELEMENT_BYTES == packet.tasks[0].dest_offset_bytes % ELEMENT_BYTES == 0
-        and max_records(packet.tasks[0].num_bytes) > 0
+        for index, task in enumerate(firsts)
+        if task.dtype in DTYPES
+        and task.num_bytes % ELEMENT_BYTES == task.dest_offset_bytes % ELEMENT_BYTES == 0
+        and max_records(task.num_bytes) > 0
     ]
     return {index: number for number, index in enumerate(able)}

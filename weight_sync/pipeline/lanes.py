@@ -49,7 +49,7 @@ class RankPublishReport:
     write_s: dict[int, float] = field(default_factory=dict)
     """Per replica: seconds of writing to the one of its ranks that took longest."""
     num_bytes: int = 0
-    """Bytes that were sent, to all replicas together."""
+    """Sent, to all replicas together."""
     prepare_s: float = 0.0
     """Seconds of packing and hashing, including the wait for the device."""
     busy_write_s: float = 0.0
@@ -57,7 +57,7 @@ class RankPublishReport:
     peak_bytes: int = 0
     """The most temporary memory that was held at once."""
     spans: list[Span] = field(default_factory=list)
-    """Its timeline; empty unless asked for."""
+    """Empty unless asked for."""
     changes: dict[Destination, bytes] = field(default_factory=dict[Destination, bytes])
     """Per engine rank that got changes alone: what lies in its zone (landings.py)."""
     num_changed: int = 0
@@ -102,8 +102,6 @@ class Replay:
     """The state of one Pipeline.run: slots, lanes, failed replicas, and what was sent.
 
     Args:
-        slots: What is packed and written.
-        transport: The link to write over.
         bindings: Where the live replicas' ranks are.
         budgets_s: Per replica: the longest that writes to one of its ranks may take in all.
         prepared: The first loads, what was sent ahead, and the result, which is filled in here.
@@ -124,15 +122,10 @@ class Replay:
         *,
         is_ahead: bool = False,
     ) -> None:
-        self._landings = landings
-        self._merging = merging
-        self._is_ahead = is_ahead
-        self._slots = slots
-        self._transport = transport
-        self._bindings = bindings
-        self._budgets_s = budgets_s
-        self._prepared = prepared
-        self._tracer = prepared.tracer
+        self._slots, self._transport = slots, transport
+        self._bindings, self._budgets_s, self._landings = bindings, budgets_s, landings
+        self._merging, self._is_ahead = merging, is_ahead
+        self._prepared, self._tracer = prepared, prepared.tracer
         self._result = result = prepared.result
         served = [dest for dest in slots.entries if dest in bindings]
         self._addresses = {dest: slots.entries[dest].addresses(bindings[dest]) for dest in served}
@@ -142,11 +135,10 @@ class Replay:
         self._write_lock = SharedLock()
         self._free = FreeSlots(slots.quarantined)
         self._seconds = {dest: result.report.write_s.get(dest[0], 0.0) for dest in served}
-        """Seconds spent on writing to each destination."""
+        """Of writing to each destination."""
         self._written = {dest: np.zeros(len(slots.entries[dest].sizes), np.bool_) for dest in served}
         """The entries that reached each destination."""
         self._sent_bytes = dict.fromkeys(served, 0)
-        """Bytes that were written to each destination."""
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -187,6 +179,7 @@ class Replay:
             self._hand_over(filled)
 
     def _wanted(self, load: Load) -> list[Destination]:
+        """Who has to be written a part of a load."""
         changes, errors = self._slots.changes, self._result.report.errors
         if self._is_ahead and (changes is None or not changes.is_worth_it(load.number)):
             return []
@@ -208,7 +201,7 @@ class Replay:
             self._lanes[lane].put((filled, destinations))
 
     def _run_lane(self, parts: queue.SimpleQueue[_Part | None]) -> float:
-        """Run in a lane's thread: write its parts in order. Returns its wait for the device. If it fails, it wakes the
+        """In a lane's thread: write its parts in order. Returns its wait for the device. If it fails, it wakes the
         packing thread, which would otherwise wait for a slot forever."""
         waited_s = 0.0
         with undone_by(lambda _: self._free.end()):  # the error reaches the caller's thread through the future
@@ -231,15 +224,10 @@ class Replay:
             if replica in self._result.report.errors:
                 return
             began = time.monotonic()
+            left_s = max(self._budgets_s[replica] - self._seconds[dest], 0.0)
             try:
                 if sizes:
-                    self._transport.write(
-                        binding.session,
-                        sources,
-                        addresses,
-                        sizes,
-                        timeout_s=max(self._budgets_s[replica] - self._seconds[dest], 0.0),
-                    )
+                    self._transport.write(binding.session, sources, addresses, sizes, timeout_s=left_s)
             except TransportError as e:
                 error = e
             stopped = time.monotonic()
@@ -308,18 +296,18 @@ class Replay:
 
     def _count(self) -> None:
         """Add up what was written, after the lanes have ended."""
-        self._result.report.busy_write_s += self._write_lock.busy_s
+        report, hashes = self._result.report, self._slots.sums_of_packets()
+        report.busy_write_s += self._write_lock.busy_s
         for (replica, _), seconds in self._seconds.items():
-            self._result.report.write_s[replica] = max(seconds, self._result.report.write_s.get(replica, 0.0))
-        hashes = self._slots.sums_of_packets()
+            report.write_s[replica] = max(seconds, report.write_s.get(replica, 0.0))
         if self._landings and self._slots.changes is not None:
-            self._result.report.num_changed, self._result.report.num_compared = self._slots.changes.found()
+            report.num_changed, report.num_compared = self._slots.changes.found()
         for dest, written in self._written.items():
             entries = self._slots.entries[dest]
             self._result.sums.add(entries.columns[written], entries.sizes[written], hashes[entries.packets[written]])
-            self._result.report.num_bytes += self._sent_bytes[dest]
+            report.num_bytes += self._sent_bytes[dest]
             if dest in self._landings:
-                self._result.report.changes[dest] = self._landings[dest].to_bytes()
+                report.changes[dest] = self._landings[dest].to_bytes()
         if self._is_ahead:
             self._prepared.there = self._written
 

@@ -1,8 +1,8 @@
 """What goes into one staging slot, and how it gets there: reads compiled once, replayed at every publish.
 
-Owns the types that the pipeline, which knows where bytes go in a slot, and a source, which knows where they come from,
-exchange. A plan is static and has tens of thousands of pieces, so Python's cost per piece is paid once, at connect. A
-source may join pieces that are neighbours in its own memory and in the slot into few large operations.
+The pipeline knows where bytes go in a slot, a source where they come from. A plan is static and has tens of thousands
+of pieces, so Python's cost per piece is paid once, at connect. A source may join pieces that are neighbours in its own
+memory and in the slot into few large operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,6 @@ class PackedRead:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the slot."""
         return self.region.num_elements * DTYPE_BYTES[self.dtype]
 
     @property
@@ -113,17 +112,13 @@ def view_as(slot: Tensor, offset_bytes: int, dtype: str, shape: Sequence[int]) -
 
 def packed_reads(packets: Sequence[Packet]) -> list[PackedRead]:
     """Every piece of a load and its place in the slot."""
-    return [
-        PackedRead(
-            piece.tensor,
-            piece.region,
-            piece.axes,
-            packet.tasks[0].dtype,
-            packet.offset_bytes + piece.offset_elements * DTYPE_BYTES[packet.tasks[0].dtype],
-        )
-        for packet in packets
-        for piece in packet.tasks[0].pieces
-    ]
+    reads: list[PackedRead] = []
+    for packet in packets:
+        dtype, pieces = packet.tasks[0].dtype, packet.tasks[0].pieces
+        for piece in pieces:
+            offset_bytes = packet.offset_bytes + piece.offset_elements * DTYPE_BYTES[dtype]
+            reads.append(PackedRead(piece.tensor, piece.region, piece.axes, dtype, offset_bytes))
+    return reads
 
 
 def same_bytes(tasks: Sequence[Task]) -> list[list[Task]]:

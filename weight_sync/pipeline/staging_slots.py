@@ -73,7 +73,7 @@ class Entries:
     param: Ints
     """Index in `params`."""
     offset: Ints
-    """Offset of the first byte in the parameter."""
+    """Of the first byte, in the parameter."""
     sizes: Ints
     packets: Ints
     """Index of the packet in the schedule."""
@@ -83,7 +83,7 @@ class Entries:
     """Whether it is of a factor that the engine merges."""
 
     def addresses(self, binding: Binding) -> list[int]:
-        """The address that each write goes to."""
+        """Where each write goes."""
         starts = np.array([binding.addresses[param] for param in self.params], np.int64)
         return (starts[self.param] + self.offset).tolist()
 
@@ -204,9 +204,8 @@ class Slots:
         """The packets of each window."""
         self._window = 0
         """The window whose sums are on the device."""
-        batches, self.entries = compile_writes(
-            [one.packets for one in compiled], [slot.data_ptr() for slot in self._slots], places
-        )
+        addresses = [slot.data_ptr() for slot in self._slots]
+        batches, self.entries = compile_writes([one.packets for one in compiled], addresses, places)
         self.threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-lane-{lane}")
             for lane in range(min(len(self.entries), MAX_LINK_THREADS))
@@ -228,12 +227,12 @@ class Slots:
         return self._staging.numel() + (0 if self.changes is None else self.changes.num_bytes)
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread to write from these slots."""
+        """Prepare the calling thread to write from slots."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def begin(self) -> None:
-        """Begin to go through the loads: no packet has a sum yet."""
+        """Begin to go through the loads."""
         self._window = 0
         self._sums.zero_()
 
@@ -270,7 +269,7 @@ class Slots:
         self._sums.zero_()
 
     def sums_of_packets(self) -> Ints:
-        """Hash sums of all packets that were packed after the last take_sums()."""
+        """Hash sums of all packets, after the last take_sums()."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self._host_sums.numpy()

@@ -1,7 +1,6 @@
 """What was sent: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
 
-Owns: the places in those rows, and adding up. Does not own: the hashes (integrity.py), the writes (lanes.py), the
-ranks' collectives (collectives.py), or what a replica is told (replica/messages.py).
+Does not own: the hashes (integrity.py), the writes (lanes.py), or what a replica is told (replica/messages.py).
 
     places   (replica, dest_rank) -> a stretch of columns, one per parameter
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
@@ -55,11 +54,11 @@ class Places:
         return Places({**self.params, **{(replica, rank): names for replica in more for rank, names in first.items()}})
 
     def columns(self, dest: Destination) -> slice:
-        """The places of one engine rank."""
+        """Those of one engine rank."""
         return slice(self.first[dest], self.first[dest] + len(self.params[dest]))
 
     def column(self, dest: Destination, param: str) -> int:
-        """The place of one parameter. Raises KeyError if it has none."""
+        """That of one parameter. Raises KeyError if it has none."""
         return self.first[dest] + self._within[dest][param]
 
 

@@ -113,12 +113,8 @@ class Tracer:
 
 
 def write_trace(file: Path, processes: Mapping[str, Sequence[Span]]) -> None:
-    """Write the spans of every process as Chrome's Trace Event Format: complete events in microseconds.
-
-    Args:
-        file: The file to write; its folder is made.
-        processes: Name -> spans. Tracks appear in the order in which they are first used.
-    """
+    """Write the spans of every process as Chrome's Trace Event Format: complete events in microseconds. Tracks appear
+    in the order in which they are first used. The file's folder is made."""
     first = min((span.start_s for spans in processes.values() for span in spans), default=0.0)
     events: list[JsonObject] = []
     for pid, (process, spans) in enumerate(processes.items()):

@@ -1,7 +1,7 @@
 """What a trainer rank's temporary memory is made of, and how much of a schedule goes into one slot. Integers, no torch.
 
-Owns: the constants of staging, what the watermark leaves for it, the sizes that follow. Does not own: the buffer and
-the loads themselves (staging_slots.py), or their times (predict.py); both take every figure from here.
+Does not own: the buffer and the loads themselves (staging_slots.py), or their times (predict.py); both take every
+figure from here.
 
     watermark_bytes  =  slot 0 | slot 1 | hash sums | hash scratch | what the source declares
 
@@ -36,7 +36,6 @@ MIN_PACKETS, MAX_PACKETS = 1024, 16384
 """Most packets of a load, by watermark: a bound on the hash sums in flight."""
 FIRST_PACKETS = 512
 """... and of the first load."""
-
 _CPU_SCRATCH_BYTES = 4 << 20
 _MIN_SCRATCH_BYTES = 16 << 10
 """Hash scratch, as in integrity.py, which needs torch."""
@@ -54,11 +53,8 @@ class Staging:
 
     @property
     def max_slot_bytes(self) -> int:
-        """Half of what the watermark leaves for staging (a third with changes), aligned, up to a bound.
-
-        Raises:
-            WatermarkError: nothing is left.
-        """
+        """Half of what the watermark leaves for staging (a third with changes), aligned, up to a bound. Raises
+        WatermarkError where nothing is left."""
         room = self.watermark_bytes - self.reserved_bytes
         slot_bytes = room // (NUM_SLOTS + self.has_changes) // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
         if slot_bytes < SLOT_ALIGNMENT_BYTES:
@@ -70,20 +66,17 @@ class Staging:
 
     @property
     def max_task_bytes(self) -> int:
-        """Largest task that a plan for this rank should contain: slot / TASKS_A_SLOT."""
+        """Largest task that a plan for this rank should contain."""
         return max(SLOT_ALIGNMENT_BYTES, self.max_slot_bytes // TASKS_A_SLOT)
 
     def cut(self, sizes: Ints, param_of: Callable[[int], str]) -> tuple[list[int], int]:
         """Cut packets of these sizes, in schedule order, into slot loads, each of as many as fit and are allowed.
 
-        Args:
-            param_of: The parameter of a packet, for messages.
-
         Returns:
             Where loads begin and, at last, end; and the size of a slot: a quarter of all, so that stages overlap.
 
         Raises:
-            PlanError: A packet is larger than a slot.
+            PlanError: A packet is larger than a slot; it is of param_of(its number).
         """
         most = self.max_slot_bytes
         for number in first_true(sizes > most):

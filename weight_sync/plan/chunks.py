@@ -1,18 +1,13 @@
 """From the loads of one engine rank to chunks: contiguous ranges of its parameters, and who could send each.
 
-Owns: cutting loads along the source cells and into contiguous runs of the parameter; merging neighbours; cutting
-what is too long by rows; all loads of a rank at once, in columns. Does not own: which holder sends a chunk (plan.py),
-or whether loads and fills add up (proof.py).
+All loads of a rank at once, in columns. Does not own: which holder sends a chunk (schedule.py), or whether loads and
+fills add up (proof.py).
 
     loads --cells--> parts --strides--> runs --sort, cut by rows, merge neighbours of the same holders--> chunks
 
 Invariant: a chunk is contiguous in the parameter, its pieces pack to exactly its bytes, and each of its holders has
-all of it.
-
-Example of a column-split load: rows of a (64, 32) slice that land 64 elements apart are 64 runs.
+all of it. Example: rows of a (64, 32) slice that land 64 elements apart are 64 runs.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +44,7 @@ class Chunks(Columns):
     """Contiguous ranges of parameters, in the order of the parameters and their bytes; offsets in elements."""
 
     param: Ints
-    """Position of the parameter in its layout."""
+    """Position in its layout."""
     offset: Ints
     num_elements: Ints
     group: Ints
@@ -92,13 +87,8 @@ def check_layout(layout: DestLayout, holders: Holders, who: str) -> None:
     for load in suspects:
         _check_load(load, metas, params, who)
     for fill in layout.fills:
-        param = params.get(fill.param)
-        if (
-            param is None
-            or fill.offset < 0
-            or fill.num_elements < 1
-            or fill.offset + fill.num_elements > param.num_elements
-        ):
+        num_elements = params[fill.param].num_elements if fill.param in params else 0
+        if fill.offset < 0 or fill.num_elements < 1 or fill.offset + fill.num_elements > num_elements:
             raise PlanError(f"{who}: fill {fill} does not lie inside a parameter")
 
 

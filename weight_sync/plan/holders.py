@@ -1,8 +1,7 @@
 """Which trainer ranks hold which part of a checkpoint tensor: disjoint cells, each with its holders.
 
-Owns: turning the ranks' rectangles, which may repeat, overlap or leave holes, into a grid of disjoint cells per
-tensor, all tensors at once. Does not own: which holder sends (plan.py). Invariant: the parts that `cover` yields are
-disjoint and make up the regions.
+The ranks' rectangles, which may repeat, overlap or leave holes, become a grid of disjoint cells per tensor. Does not
+own: which holder sends (schedule.py). Invariant: the parts that `cover` yields are disjoint and make up the regions.
 
     rank 0 holds rows 0..7, rank 1 rows 4..11       cuts 0, 4, 8, 12   ->   [0,4): {0}   [4,8): {0, 1}   [8,12): {1}
 """
@@ -71,14 +70,8 @@ class Holders:
     def _cells(self, tensor: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, list[Ints]]:
         """The cells that regions touch: which region, number of the cell, and its cut per dim."""
         at = tensor * self._span
-        low = [
-            np.searchsorted(cuts, at + start[:, d], side="right").astype(np.int64) - 1
-            for d, cuts in enumerate(self._cuts)
-        ]
-        counts = [
-            np.searchsorted(cuts, at + stop[:, d], side="left").astype(np.int64) - low[d]
-            for d, cuts in enumerate(self._cuts)
-        ]
+        low = [cuts.searchsorted(at + start[:, d], side="right") - 1 for d, cuts in enumerate(self._cuts)]
+        counts = [cuts.searchsorted(at + stop[:, d], side="left") - low[d] for d, cuts in enumerate(self._cuts)]
         owner, rest = spread(np.prod(counts, axis=0))
         cell = self._base[tensor][owner]
         cuts_of: list[Ints] = [np.zeros(0, np.int64)] * len(low)
@@ -89,7 +82,7 @@ class Holders:
         return owner, cell, cuts_of
 
     def _sets_of(self, cell: Ints, rank: Ints, num_cells: int) -> Ints:
-        """Number the sets of ranks that share cells. Nearly always, one rank holds a cell."""
+        """Number the sets of ranks that share cells. Nearly always one rank holds a cell."""
         order = np.lexsort((rank, cell))
         cell, rank = cell[order], rank[order]
         once = changes(cell, rank)
@@ -113,22 +106,19 @@ class Holders:
 
     @cached_property
     def set_sizes(self) -> Ints:
-        """Ranks in each set."""
         return np.array([len(members) for members in self.sets], np.int64)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the checkpoint's tensors, in order."""
         return tuple(meta.name for meta in self.metas)
 
     @cached_property
     def groups(self) -> Ints:
-        """In which mesh group each tensor is sent."""
+        """Each tensor's mesh group."""
         return np.array([mesh_group_of(name) for name in self.names], np.int64)
 
     @cached_property
     def layers(self) -> Ints:
-        """Each tensor's layer."""
         return np.array([layer_of(name) for name in self.names], np.int64)
 
     @cached_property

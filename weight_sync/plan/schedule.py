@@ -1,7 +1,6 @@
 """Who sends which chunk, and in which order: the choices of a plan, over columns.
 
-Owns: the choice among several holders, and every source's schedule. Does not own: how chunks come about (chunks.py),
-digests, wire form and proof (plan.py).
+Does not own: how chunks come about (chunks.py), or the proof (proof.py).
 
     needs      chunks of every group of equal engine ranks                (plan.py cuts them)
     choose     the only holder, or the one with the least bytes so far; largest first, small ones in parcels
@@ -39,7 +38,7 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """All chunks that engine ranks need from somebody, in columns."""
+    """All chunks that engine ranks need, in columns."""
 
     alike: Sequence[Alike]
     params: tuple[str, ...]
@@ -76,8 +75,7 @@ def choose_sources(needs: Needs, holders: Holders, ranks: list[int]) -> Choice:
     sizes = np.array([len(one.replicas) for one in needs.alike], np.int64)[needs.member]
     total = np.zeros(len(ranks), np.int64)
     np.add.at(total, source[~is_open], (needs.num_bytes * sizes)[~is_open])
-    sets = {one.replicas: 0 for one in needs.alike}
-    sets = {members: number for number, members in enumerate(sets)}
+    sets = {members: number for number, members in enumerate(dict.fromkeys(one.replicas for one in needs.alike))}
     whole = np.array([sets[one.replicas] for one in needs.alike], np.int64)
     rows = [(np.flatnonzero(~is_open), source[~is_open], whole[needs.member[~is_open]])]
     chosen = _share_out(needs, np.flatnonzero(is_open), holders, position, as_list(total))
@@ -99,9 +97,9 @@ def _share_out(
     heaps: dict[int, list[tuple[int, int]]] = {}
     for size, parcel, replica in jobs:
         number = int(needs.chunks.holders[parcel[0]])
-        heap = heaps.get(number)
-        if heap is None:
-            heap = heaps[number] = [(0, position[rank]) for rank in holders.sets[number]]  # ascending, so it is a heap
+        if number not in heaps:  # positions ascend, so it is a heap
+            heaps[number] = [(0, position[rank]) for rank in holders.sets[number]]
+        heap = heaps[number]
         # Totals only grow: stale entries are pushed down until the top is current.
         while heap[0][0] != total[heap[0][1]]:
             heapq.heapreplace(heap, (total[heap[0][1]], heap[0][1]))

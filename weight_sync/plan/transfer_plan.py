@@ -36,7 +36,7 @@ DTYPES: tuple[str, ...] = tuple(DTYPE_BYTES)
 
 
 def mesh_group_of(tensor: str) -> int:
-    """Position in MESH_GROUPS of the group that a checkpoint tensor is sent in."""
+    """Position in MESH_GROUPS."""
     return MESH_GROUPS.index("experts" if ".experts." in tensor else "dense")
 
 
@@ -92,7 +92,7 @@ class PieceColumns(Columns):
     offset: Ints
 
     def expanded(self, first: int, count: int) -> tuple[Piece, ...]:
-        """A row's pieces as objects."""
+        """These as objects."""
         window = slice(first, first + count)
         columns = (column[window].tolist() for column in (self.tensor, self.start, self.shape, self.axes, self.offset))
         return tuple(
@@ -150,7 +150,6 @@ class TaskTable:
 
     @property
     def num_rows(self) -> int:
-        """Blocks of bytes that are packed."""
         return len(self.num_bytes)
 
     def rows(self) -> Iterator[tuple[Task, tuple[int, ...]]]:

@@ -76,7 +76,7 @@ class Bases:
             self._committed |= {dest: held_digest(one, flags[dest]) for dest, one in expected.items()}
 
     def note_served(self, bindings: Mapping[Destination, Binding]) -> None:
-        """These engine ranks serve what was published. The same on all ranks."""
+        """Engine ranks that serve what was published; the same on all ranks."""
         self._served = bindings
 
     def end(self) -> None:

@@ -1,10 +1,9 @@
 """The trainer's end of the weight sync: connect once, then publish a version after every optimizer step.
 
 Owns: how the plan reaches every rank, which replicas take part, and the order of phases. Every trainer rank has a
-Publisher and calls the same methods at the same time; only rank 0 speaks to the replicas (`rank0.py`). Does not own
-bytes (`pipeline.py`), the ranks' collectives (`collectives.py`), a publish's messages to replicas and the judgement of
-their answers (`transaction.py`), connections (`replica/clients.py`), or the fence (the caller must not change weights
-until publish() returns).
+Publisher and calls the same methods at the same time; only rank 0 speaks to the replicas (`rank0.py`,
+`transaction.py`). Does not own bytes (`pipeline.py`), the ranks' collectives (`collectives.py`), or the fence (the
+caller must not change weights until publish() returns).
 
     rank 0                                    every rank                              replica (each on its own)
     ------                                    ----------                              -------------------------
@@ -63,7 +62,6 @@ class Publisher:
 
     Args:
         group: A gloo process group over all trainer ranks; None if there is only one rank.
-        config: Watermark, deadline, hashes.
         device: Device of the trainer's weights, where staging lives.
         base: What engines that merge for themselves merge from, with the layout of `source`; None: none does.
     """
@@ -103,7 +101,7 @@ class Publisher:
         self._rank0 = Rank0(config, key, self._bases)
         """Used on trainer rank 0 alone."""
         self._slots: list[list[Slots]] = []
-        """Per replica and rank: the addresses of its slots, as it described them; the same on all ranks."""
+        """Per replica and rank, as it described them; the same on all ranks."""
         self._open_sessions: dict[Destination, str] = {}
         """Links of this rank that may be open: to replicas that have committed, even if they have died since."""
 
@@ -118,8 +116,7 @@ class Publisher:
                 is no plan, and a publish reaches nobody, before one of them has reconnected.
 
         Raises:
-            WeightSyncError: A replica does not answer, links differ, or no plan is possible. Raised alike on every
-            rank.
+            WeightSyncError: A replica does not answer, links differ, or no plan is possible; alike on every rank.
         """
         meeting = self._meeting
         self._is_connected = False
@@ -153,7 +150,7 @@ class Publisher:
             layouts: Per replica, by rank. Only trainer rank 0's are used.
 
         Raises:
-            WeightSyncError: No plan is possible. Raised alike on every rank.
+            WeightSyncError: No plan is possible; alike on every rank.
         """
         meeting = self._meeting
         self._digest, self._is_connected, self._is_base_known = "", False, False
@@ -204,7 +201,7 @@ class Publisher:
         them are sent only what differs, by the next publish. Collective.
 
         Raises:
-            WeightSyncError: The source cannot be read. Raised alike on every rank.
+            WeightSyncError: The source cannot be read; alike on every rank.
         """
         self._require_connected("note_base")
         self._bases.begin()
@@ -305,8 +302,8 @@ class Publisher:
         replicas are not affected.
 
         Raises:
-            WeightSyncError: It does not answer, or its layout is not the planned one; it gets no further publish.
-                Raised alike on every rank.
+            WeightSyncError: It does not answer, or its layout is not the planned one; alike on every rank. It gets no
+                further publish.
         """
         self._require_connected("reconnect")
         if not self._digest:
@@ -346,11 +343,8 @@ class Publisher:
             logger.info("weight sync: room for %d replicas", num_replicas)
 
     def release(self) -> None:
-        """Free temporary memory until the next publish, for another publisher of these ranks. Collective.
-
-        Raises:
-            WeightSyncError: A failed write out of it cannot be closed yet. Raised alike on every rank.
-        """
+        """Free temporary memory until the next publish, for another publisher of these ranks. Collective. Raises as
+        Pipeline.release(), alike on every rank."""
         self._meeting.everywhere(None, self._pipeline.release)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """What trainer rank 0 does in a publish beside its part of the bytes: it plans for all ranks, and speaks to replicas.
 
 Owns: the connections to replicas, epochs, the layouts that a plan is for, what every engine rank must hold, and how
-many parameters changed. Does not own: what all ranks do together and in which order (publisher.py), the messages of one
-publish (transaction.py), the plan itself (weight_sync/plan).
+many parameters changed. Does not own: what all ranks do together (publisher.py), or the messages of one publish
+(transaction.py).
 """
 
 import logging
@@ -56,12 +56,7 @@ class Agreed:
 
 
 class Rank0:
-    """See the module's docstring.
-
-    Args:
-        config: Deadlines, hashes, the watermark that the report names.
-        bases: What engines are known to hold, where changes alone are sent.
-    """
+    """See the module's docstring."""
 
     def __init__(self, config: WeightSyncConfig, key: bytes, bases: Bases) -> None:
         self.met: list[tuple[DestLayout, ...]] = []
@@ -275,7 +270,6 @@ class Rank0:
         return [(replica, rank) for rank in range(len(self._layouts[replica]))]
 
     def _expected(self, dest: Destination, sums: Sums) -> Expected:
-        """What an engine rank must hold before it may commit."""
         num_bytes, hashes = sums.part(dest)
         return self._planned[dest].write(num_bytes, hashes if self._config.verify_hashes else None)
 

@@ -35,7 +35,7 @@ class Transport(Protocol):
 
     @property
     def link(self) -> str:
-        """The link that is REALLY in use: "memory", "tcp", "nvlink" or "rdma". Both ends of a sync must agree."""
+        """The link that is really in use: "memory", "tcp", "nvlink" or "rdma". Both ends of a sync must agree."""
         ...
 
     @property
@@ -106,7 +106,6 @@ class MemoryRange:
 
     @property
     def stop(self) -> int:
-        """First address past the end."""
         return self.address + self.num_bytes
 
 
@@ -148,8 +147,7 @@ def check_registered(
 def batches(sizes: Sequence[int]) -> list[range]:
     """Cut pieces into runs of at most MAX_BATCH_ENTRIES pieces and MAX_BATCH_BYTES bytes; a larger piece goes alone."""
     runs: list[range] = []
-    first = 0
-    run_bytes = 0
+    first = run_bytes = 0
     for index, size in enumerate(sizes):
         if index > first and (index - first >= MAX_BATCH_ENTRIES or run_bytes + size > MAX_BATCH_BYTES):
             runs.append(range(first, index))

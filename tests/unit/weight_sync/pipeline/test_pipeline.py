@@ -325,16 +325,6 @@ def test_a_replica_whose_link_failed_before_the_source_did_keeps_its_own_reason(
     assert errors[1].startswith("TransferFailed: ")
 
 
-def test_an_engine_that_does_not_say_where_a_parameter_is_fails_the_replicas_and_the_source_is_ended() -> None:
-    world = World(2)
-    bindings = world.bindings()
-    del bindings[1, 0].addresses["norm"]
-    assert set(world.run(1, bindings).report.errors) == {0, 1}
-    assert world.source.num_ends == 1
-    assert world.run(2).report.errors == {}
-    assert world.arrived(1, 2)
-
-
 def test_one_load_a_slot_is_packed_before_it_is_known_who_receives_it() -> None:
     world = World()
     assert len(world.pipeline.loads) > 2
