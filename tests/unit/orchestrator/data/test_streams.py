@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from slipstream.conf.schema import DataConfig
-from slipstream.orchestrator.data.sources import START, Position, Row
+from slipstream.orchestrator.data.sources import Position, Row
 from slipstream.orchestrator.data.streams import Mixed, Shuffled, Stream, Streamed, digest
 from slipstream.orchestrator.data.training_stream import training_stream
 from slipstream.rollout.errors import DataError
@@ -267,4 +267,3 @@ def test_one_source_is_in_the_order_that_it_always_had(files: tuple[str, ...]) -
 
     drawn = ids(training_stream(DataConfig(path=files[1]), read, seed=4), 12)
     assert drawn == ids(Shuffled([prompt(number) for number in range(5)], seed=4), 12)
-    assert Position(0, 0, 0) == START

@@ -64,6 +64,7 @@ def gpus(count: int, *, is_set_up: bool = False) -> Machine:
 
 
 SIX = ["rollout.num_workers=6", "rollout.workers_per_gpu=3"]
+FREE, TAKEN = Machine(is_port_free=lambda port: port != 8265), Machine(is_port_free=lambda port: False)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,10 @@ def test_what_the_machine_lacks_is_refused_with_the_options_that_would_fit(
         (check_devices, gpus(0, is_set_up=True), [SFT], "CPU, 1 core: 2 trainer ranks"),
         (check_link, Machine(), [], "travel over the fastest link that both ends have"),
         (check_link, Machine(), ["weight_sync.transport=tcp"], "travel over tcp"),
+        (check_ray_cluster, Machine(running_ray_cluster=lambda: "10.0.0.2:6380"), [], "a cluster of its own"),
+        (check_dashboard_port, FREE, ["cluster.dashboard=false"], "off"),
+        (check_dashboard_port, FREE, ["cluster.dashboard=true"], "http://127.0.0.1:8266 (8265 is taken)"),
+        (check_dashboard_port, TAKEN, ["cluster.dashboard=true"], "on a port of Ray's choice"),
     ],
 )  # fmt: skip
 def test_what_fits_is_told(check: Check, machine: Machine, words: list[str], finding: str) -> None:
@@ -302,7 +307,6 @@ def test_a_ray_cluster_is_one_that_answers(monkeypatch: pytest.MonkeyPatch) -> N
     is_up = True
     monkeypatch.setattr(machine_checks, "answers", lambda host, port: asked.append((host, port)) or is_up)
     here = Machine(running_ray_cluster=lambda: "10.0.0.2:6380")
-    assert found(check_ray_cluster, here).finding == "a cluster of its own" and not asked
     auto = ["cluster.ray_address=auto"]
     assert found(check_ray_cluster, here, *auto).finding == "the cluster at 10.0.0.2:6380"
     assert found(check_ray_cluster, here, RAY).finding == "the cluster at 10.0.0.1:6379"
@@ -315,32 +319,17 @@ def test_a_ray_cluster_is_one_that_answers(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def test_a_dashboard_is_off_where_it_was_asked_to_be_or_on_a_free_port() -> None:
-    free = Machine(is_port_free=lambda port: port != 8265)
-    assert found(check_dashboard_port, free, "cluster.dashboard=false").finding == "off"
-    words = ["cluster.dashboard=true"]
-    assert found(check_dashboard_port, free, *words).finding == "http://127.0.0.1:8266 (8265 is taken)"
-    none = Machine(is_port_free=lambda port: False)
-    assert found(check_dashboard_port, none, *words).finding == "on a port of Ray's choice"
-
-
-@pytest.mark.parametrize(
-    ("free_bytes", "words", "said"),
-    [
-        (512 * MIB, ["rollout.tp_size=2"], "512 MiB free"),
-        (512 * MIB - 1, ["rollout.tp_size=2"], "warning"),
-        (320 * MIB - 1, ["rollout.tp_size=2"], "error"),
-    ],
-)
-def test_shared_memory_holds_queues_and_the_store_to_the_byte(free_bytes: int, words: list[str], said: str) -> None:
-    machine = Machine(free_bytes=lambda folder: {Path("/dev/shm"): free_bytes}[folder])
-    if said == "error":
-        message = refused(check_shared_memory, machine, *words)
-        assert "rollout.num_workers=2 engines of rollout.tp_size=2 take 320 MiB" in message and "enlarge it" in message
-        return
-    fact = found(check_shared_memory, machine, *words)
-    assert fact.is_warning == (said == "warning")
-    assert fact.finding == said or "files in /tmp, which is slower" in fact.finding
+def test_shared_memory_holds_queues_and_the_store_to_the_byte() -> None:
+    enough, slow, small = (
+        Machine(free_bytes=lambda folder, free=free: {Path("/dev/shm"): free}[folder])
+        for free in (512 * MIB, 512 * MIB - 1, 320 * MIB - 1)
+    )
+    words = "rollout.tp_size=2"
+    assert found(check_shared_memory, enough, words) == Fact("/dev/shm", "512 MiB free")
+    fact = found(check_shared_memory, slow, words)
+    assert fact.is_warning and "files in /tmp, which is slower" in fact.finding
+    message = refused(check_shared_memory, small, words)
+    assert "rollout.num_workers=2 engines of rollout.tp_size=2 take 320 MiB" in message and "enlarge it" in message
 
 
 def test_caches_need_a_folder_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,17 +105,13 @@ def test_an_answer_ends_by_what_follows_or_else_by_the_next_header(ends, last, a
     assert end_after(answer, following, {"role": "assistant"}, Renders(ends, last)) == found
 
 
-def test_a_token_without_a_text_is_no_end_of_answers():
-    assert unknown_end(Renders(["", "</s>"], " <eot> ")) == "<eot>"
-    assert unknown_end(Renders(["", "</s>"], "</s>")) is None
-
-
-def test_a_template_that_writes_no_answer_ends_none():
+def test_neither_a_token_without_a_text_nor_a_template_that_writes_no_answer_ends_one():
     class Mute(Renders):
         def render(self, chat: Chat, *, is_open: bool) -> str:
             return "nothing"
 
-    assert unknown_end(Mute(["</s>"])) is None
+    assert unknown_end(Renders(["", "</s>"], " <eot> ")) == "<eot>"
+    assert unknown_end(Renders(["", "</s>"], "</s>")) is unknown_end(Mute(["</s>"])) is None
 
 
 BASE = (QWEN[2], *QWEN[:2])

@@ -177,7 +177,7 @@ async def test_a_plain_prompt_goes_on_too_and_leaves_no_message_behind() -> None
 small = st.integers(1, 6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     limits=st.tuples(st.integers(1, 5), st.integers(1, 12), small, st.integers(3, 12)),
     steps=st.lists(
