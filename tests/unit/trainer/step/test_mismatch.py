@@ -25,12 +25,14 @@ def test_figures_are_those_of_a_loop_over_tokens(data: st.DataObject) -> None:
     )
     k3s = [math.exp(t - e) - (t - e) - 1 for t, e in zip(trainer, engine, strict=True)]
     diffs = [abs(math.exp(t) - math.exp(e)) for t, e in zip(trainer, engine, strict=True)]
+    ratios = [abs(t - e) for t, e in zip(trainer, engine, strict=True)]
     for suffix, is_stale in (("", False), ("_stale", True)):
         rows = [row for row in range(size) if (staleness[row] > 0) == is_stale]
         assert sums[f"parity/num_tokens{suffix}"].sum().item() == len(rows)
-        for name, values in (("k3", k3s), ("prob_diff", diffs)):
+        for name, values in (("k3", k3s), ("prob_diff", diffs), ("log_ratio", ratios)):
             wanted = [values[row] for row in rows]
-            assert sums[f"parity/{name}_sum{suffix}"].sum().item() == pytest.approx(sum(wanted), abs=1e-9)
+            if name != "log_ratio":
+                assert sums[f"parity/{name}_sum{suffix}"].sum().item() == pytest.approx(sum(wanted), abs=1e-9)
             if rows:
                 assert maxima[f"parity/{name}_max{suffix}"].max().item() == pytest.approx(max(wanted), abs=1e-9)
         assert vectors[f"parity/k3_histogram{suffix}"].sum().item() == len(rows)
