@@ -125,7 +125,6 @@ class Pipeline:
         allocates no staging.
 
         Args:
-            tasks: In schedule order.
             places: Places of the sums in results: the same on all ranks, so that sums add up. None: the tasks' own.
             takes_changes: Per place, whether changes alone may be sent for that parameter. None: never.
 
@@ -147,7 +146,7 @@ class Pipeline:
         compile_kernels(self._device)
 
     def allocate(self) -> None:
-        """Allocate staging and register it. Call it after compile()."""
+        """Allocate staging and register it, after compile()."""
         self._drop_staging()
         self._slots = Slots(
             self._compiled, slot_bytes=self._slot_bytes, places=self.places, transport=self._transport,
@@ -158,10 +157,7 @@ class Pipeline:
 
     def add_replicas(self, more: Sequence[int]) -> None:
         """Have tasks for further replicas, too: those of replica 0, which are packed and hashed once for all of them.
-
-        Raises:
-            TransportError: As compile().
-        """
+        Raises as compile()."""
         tasks = [
             one
             for task in self.tasks
@@ -174,11 +170,8 @@ class Pipeline:
         self.load(tasks, self.places.with_replicas(more), flags)
 
     def release(self) -> None:
-        """Free all device memory for another pipeline of this rank. The next prepare() allocates it again.
-
-        Raises:
-            TransportError: A failed write out of staging cannot be closed yet. Nothing is freed.
-        """
+        """Free all device memory for another pipeline of this rank. The next prepare() allocates it again. Raises
+        TransportError, and frees nothing, if a failed write out of staging cannot be closed yet."""
         self._recover_slots()
         self._drop_staging()
         self._compiled = []
@@ -297,7 +290,7 @@ class Pipeline:
         """Send `version` to every destination in `bindings`, after prepare(version).
 
         Args:
-            bindings: Where the live replicas' ranks are. Tasks for replicas without an entry are skipped.
+            bindings: Where the live replicas' ranks are; those without an entry are sent nothing.
             budgets_s: Per replica: the longest that writes to it may take in all.
             landings: This rank's part of the zones of engine ranks that get changes alone, if not ahead.
             merging: Engine ranks that get factors alone, and merge for themselves. The rest is packed and hashed.
@@ -341,7 +334,7 @@ class Pipeline:
             self._slots = None
 
     def _recover_slots(self) -> None:
-        """Try again to close writes that failed in an earlier publish. Raises TransportError if one still is open."""
+        """Try again to close writes that failed earlier. Raises TransportError if one still is open."""
         for slot, sessions in list(self._quarantined.items()):
             for session in sessions:
                 self._transport.reset(session)

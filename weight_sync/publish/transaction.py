@@ -95,6 +95,7 @@ class Transaction:
         self._ahead_s = ahead_s
         self._clients = clients
         self._publish = publish
+        self._name = f"version {publish.version}, epoch {publish.epoch}"
         self._timeout_s = timeout_s
         self._began = self._told = time.monotonic()
         self._begin_s = 0.0
@@ -132,14 +133,8 @@ class Transaction:
                     alive.take_changes.append((number, rank))
         self.bases = {dest: self._held[dest] for dest in alive.take_changes}
         self._begin_s = time.monotonic() - self._began
-        logger.debug(
-            "version %d, epoch %d: %d of %d replicas began in %.3f s",
-            self._publish.version,
-            self._publish.epoch,
-            len({number for number, _ in alive.bound}),
-            len(numbers),
-            self._begin_s,
-        )
+        num_begun = len({number for number, _ in alive.bound})
+        logger.debug("%s: %d of %d replicas began in %.3f s", self._name, num_begun, len(numbers), self._begin_s)
         return alive
 
     def finish(self, results: Sequence[RankPublishReport], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
@@ -163,13 +158,7 @@ class Transaction:
             self._clients.call(ReplicaVerbs.abort, asked, dict.fromkeys(unserved, MIN_COMMIT_S))
         for replica in self.replicas:
             if replica.error is not None and replica.error != EXCLUDED:
-                logger.error(
-                    "version %d, epoch %d: %s did not commit: %s",
-                    self._publish.version,
-                    self._publish.epoch,
-                    replica.endpoint,
-                    replica.error,
-                )
+                logger.error("%s: %s did not commit: %s", self._name, replica.endpoint, replica.error)
 
     def _commit(self, ready: Sequence[int], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
         asked = {number: (self._publish, expected_of(number)) for number in ready}

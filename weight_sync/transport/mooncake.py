@@ -158,10 +158,8 @@ class MooncakeTransport:
             gone = [item for item in self._registered if item not in merged]
             added = [item for item in merged if item not in self._registered]
             if gone:
-                self._check(
-                    self._engine.batch_unregister_memory([item.address for item in gone]),
-                    f"unregistering {len(gone)} ranges",
-                )
+                code = self._engine.batch_unregister_memory([item.address for item in gone])
+                self._check(code, f"unregistering {len(gone)} ranges")
                 self._registered = [item for item in self._registered if item in merged]
             self._register_ranges(added)
             self._held, self._registered = held, merged
@@ -219,11 +217,8 @@ class MooncakeTransport:
                 )
 
     def reset(self, session: str) -> None:
-        """Destroy the engine and start a fresh one with the same memory. Other sessions continue on it.
-
-        No effect on a session that this engine never contacted, so several ranks of one dead replica cost one restart.
-        If no engine starts, the session stays refused, and another reset() tries again.
-        """
+        """Destroy the engine and start a fresh one with the same memory. Other sessions continue on it. No effect on a
+        session that this engine never contacted, so several ranks of one dead replica cost one restart."""
         with self._lock:
             if self._is_closed:
                 return

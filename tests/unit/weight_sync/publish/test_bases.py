@@ -251,10 +251,10 @@ def test_a_further_replica_s_ranks_take_changes_of_what_the_same_ranks_of_the_fi
     kinds = (PostLoad.identity, PostLoad.repack)
     layouts = tuple(DestLayout(rank, (Param("w", (4,), "bfloat16", kind),), (load,)) for rank, kind in enumerate(kinds))
     rank0 = Rank0(WeightSyncConfig(), KEY, Bases(Source(), 640, 0, 1))  # type: ignore[arg-type]
-    agreed, _ = rank0.make_plan([layouts], [(Sent(source), 64)])
-    rank0.add_replicas([1, 2])
-    assert agreed.flags().tolist() == [True, False]
-    assert rank0._flags == {(replica, rank): (rank == 0,) for replica in range(3) for rank in range(2)}
+    agreed, _ = rank0.make_plan([layouts, layouts], [(Sent(source), 64)])
+    rank0.add_replicas([2, 3])
+    assert agreed.flags().tolist() == [True, False] * 2
+    assert rank0._flags == {(replica, rank): (rank == 0,) for replica in range(4) for rank in range(2)}
 
 
 def test_the_base_of_an_engine_that_merges_is_known_by_its_matrices_whatever_its_factors_are() -> None:
