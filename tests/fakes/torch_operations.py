@@ -12,6 +12,7 @@ class TorchOperations:
         self.theta, self.head_dim, self.shift = theta, head_dim, shift
         self.chosen: list[Tensor] = []
 
+    @torch.no_grad()
     def norm(self, x, weight, eps):
         return (x.float() * (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
 
