@@ -162,9 +162,9 @@ class RowRun:
     def stack_rows(self) -> Tensor:
         """Index of each adapted row, counted through the parameter over all ranks."""
         assert self.delta is not None
-        first = self.delta.stack_row + self.delta.first_row
-        stop = self.rows.start + (self.rows.num_bands - 1) * self.rows.pitch + self.rows.height
-        return self.rows.of(torch.arange(first, first + stop)).flatten()
+        first = self.delta.stack_row + self.delta.first_row + self.rows.start
+        bands = first + self.rows.pitch * torch.arange(self.rows.num_bands)
+        return (bands[:, None] + torch.arange(self.rows.height)).flatten()
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Fill, Load, Param, PostLoad, Region
+from slipstream.weight_sync.layout import DestLayout, Fill, Load, Param, PostLoad, Region
 from slipstream.weight_sync.plan.columns import LoadTable
 
 
@@ -40,11 +40,6 @@ def test_a_scalar_has_one_element():
 def test_regions_of_different_ranks_do_not_mix():
     with pytest.raises(ValueError, match="zip"):
         Region((0,), (1,)).intersect(Region((0, 0), (1, 1)))
-
-
-@pytest.mark.parametrize(("dtype", "size"), DTYPE_BYTES.items())
-def test_param_bytes(dtype, size):
-    assert Param("p", (3, 5), dtype).num_bytes == 15 * size
 
 
 def test_layouts_are_equal_whatever_form_their_loads_have():

@@ -144,16 +144,12 @@ def layout_of(dtype: DType = DType.bfloat16, device: str = "cpu", hf_size: int =
         ({"lora": replace(LORA, dtype=DType.bfloat16)}, {"trainer.lora.dtype"}),
         ({"optim": OptimConfig(state=OptimState.bfloat16)}, {"trainer.optim.state"}),
         ({"optim": OptimConfig(state=OptimState.float32, lr=1.0)}, set()),
+        (
+            {"mode": TrainMode.full},  # which has no adapter
+            {"trainer.mode", "trainer.lora.rank", "trainer.lora.alpha", "trainer.lora.dtype"},
+        ),
     ],
 )
 def test_each_option_on_which_values_depend_is_in_the_layout(changes: dict[str, Any], changed: set[str]) -> None:
     usual, other = layout_of(), layout_of(**changes)
     assert {key for key in usual | other if usual.get(key) != other.get(key)} == changed
-
-
-def test_a_full_update_has_no_adapter_to_differ_in() -> None:
-    usual, other = layout_of(), layout_of(mode=TrainMode.full)
-    assert {key for key in usual if usual[key] != other[key]} == {
-        "trainer.mode", "trainer.lora.rank", "trainer.lora.alpha", "trainer.lora.dtype"
-    }  # fmt: skip
-    assert other["trainer.lora.rank"] is None

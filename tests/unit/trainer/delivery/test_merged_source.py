@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases.packed_reads import Reads, assert_covered, drawn_reads, part_of, read_shards
-from cases.rank_helpers import SYNC_KEY, count, fill_adapters, make_rank, make_samples, save_state, spawn
+from cases.rank_helpers import count, fill_adapters, make_rank, make_samples, save_state, spawn
 from fakes.memory_transport import MemoryFabric, MemoryTransport
-from fakes.publish import EndpointThread
 from fakes.ranked_engine import MirrorEngine
 from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
@@ -236,23 +235,3 @@ def test_reading_outside_a_publish_or_a_shard_is_refused():
         source.read("lm_head.weight", Region((39, 0), (2, 1)), torch.empty(2, 1))
     source.end()
     source.end()
-
-
-def test_each_publish_brings_the_merged_policy_to_an_engine_bitwise(tmp_path):
-    rank, fabric = make_rank(dtype=DType.bfloat16), MemoryFabric()
-    engine = MirrorEngine(rank.delivery.source.layout().tensors, MemoryTransport(fabric))
-    endpoint = EndpointThread(engine, key=SYNC_KEY)
-    try:
-        summary = rank.delivery.connect([endpoint.address], MemoryTransport(fabric))
-        for version in range(2):
-            report = rank.delivery.publish(rank.policy_version)
-            assert (report.version, report.num_committed) == (version, 1), report
-            rank.states.save_merged(tmp_path / str(version))
-            assert engine.holds(tmp_path / str(version)), version
-            assert report.num_bytes == summary["num_bytes"]
-            samples = make_samples(version=version)
-            rank.forward_backward([samples], count(samples, version))
-            assert rank.optimizer_step().is_finite
-    finally:
-        rank.shutdown()
-        endpoint.close()

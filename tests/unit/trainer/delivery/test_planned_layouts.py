@@ -22,7 +22,6 @@ from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.moe.block import expert_shares
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import ParallelLayout, local_part
 from slipstream.trainer.weights.factors import factor_shards
@@ -216,15 +215,3 @@ def test_every_element_has_one_holder_in_any_layout():
         for layout in layouts:  # frozen vectors are whole on every rank
             held = {shard.tensor: shard.region.shape for shard in layout.shards if shard.tensor in vectors}
             assert held == {meta.name: meta.shape for meta in layout.tensors if meta.name in vectors}
-
-
-@pytest.mark.parametrize(("num_experts", "ep_size"), [(384, 256), (4, 3), (7, 2), (8, 8), (6, 1)])
-def test_shares_of_experts_tile_and_even_out_over_layers(num_experts, ep_size):
-    period = ep_size // math.gcd(num_experts, ep_size)
-    held = [0] * ep_size
-    for layer in range(period):
-        shares = expert_shares(num_experts, ep_size, layer)
-        assert [expert for share in shares for expert in share] == list(range(num_experts))
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        held = [before + len(share) for before, share in zip(held, shares)]
-    assert set(held) == {period * num_experts // ep_size}

@@ -75,29 +75,22 @@ def test_an_engines_parts_of_all_experts_of_a_stack_are_one_run(tp_size):
     assert torch.equal(out.view(wanted.shape), wanted)
 
 
-def test_a_rank_holds_its_own_experts_of_a_checkpoint_tensor(monkeypatch):
+@pytest.mark.parametrize("hf_config", [GPT_OSS, GEMMA4_MOE], ids=["turned", "as the trainer"])
+def test_a_rank_holds_its_own_experts_of_a_checkpoint_tensor(hf_config, monkeypatch):
     """A rank whose first expert is the third: the rectangle begins there, and reading it is as from a first rank."""
-    layer: Any = DECODER.model.layers[1]
-    monkeypatch.setattr(layer.mlp.experts, "first_expert", 2)
-    found = {held.tensor: held for held in local_shards(DECODER) if isinstance(held, FusedTensor)}
-    for leaf in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
-        first, third = FUSED[LAYER + leaf], found[LAYER + leaf]
-        assert third.region == Region((2, *first.region.start[1:]), first.region.shape), leaf
+    decoder: Any = make_decoder(hf_config)
+    layer = decoder.model.layers[1]
+    before = {held.tensor: held for held in local_shards(decoder) if isinstance(held, FusedTensor)}
+    monkeypatch.setattr((layer.mlp if hf_config is GPT_OSS else layer.moe).experts, "first_expert", 2)
+    found = {held.tensor: held for held in local_shards(decoder) if isinstance(held, FusedTensor)}
+    of_layer = [name for name in before if ".layers.1." in name]
+    assert len(of_layer) == (4 if hf_config is GPT_OSS else 2)
+    for name in of_layer:
+        first, third = before[name], found[name]
+        assert third.region == Region((2, *first.region.start[1:]), first.region.shape), name
         assert torch.equal(merged(third, third.region), merged(first, first.region))
         part = Region((3, *first.region.start[1:]), (1, *first.region.shape[1:]))
-        assert torch.equal(merged(third, part)[0], merged(first, first.region)[1])
-
-
-def test_a_rank_holds_its_own_experts_of_a_stack(monkeypatch):
-    """As above, of a checkpoint tensor in the trainer's layout."""
-    decoder: Any = make_decoder(GEMMA4_MOE)
-    monkeypatch.setattr(decoder.model.layers[1].moe.experts, "first_expert", 2)
-    found = {held.tensor: held for held in local_shards(decoder) if isinstance(held, FusedTensor)}
-    for leaf in ("gate_up_proj", "down_proj"):
-        first, third = STACKED[f"model.layers.1.experts.{leaf}"], found[f"model.layers.1.experts.{leaf}"]
-        assert third.region == Region((2, 0, 0), first.region.shape), leaf
-        part = Region((3, 0, 0), (1, *first.region.shape[1:]))
-        assert torch.equal(merged(third, part)[0], merged(first, first.region)[1]), leaf
+        assert torch.equal(merged(third, part)[0], merged(first, first.region)[1]), name
 
 
 def test_gate_and_up_in_turns_and_back():

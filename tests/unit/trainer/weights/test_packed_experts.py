@@ -2,8 +2,6 @@
 its authors' libraries say that those bits mean.
 """
 
-import json
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +23,6 @@ from cases.tiny_models import (
 )
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from fakes import packed as fakes
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
@@ -42,7 +39,7 @@ from slipstream.conf.schema import (
     OptimConfig,
     OptimState,
 )
-from slipstream.trainer.adapter_io import save_adapter, save_merged
+from slipstream.trainer.adapter_io import save_adapter
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.errors import CheckpointError, LayoutError
 from slipstream.trainer.model.build_decoder import build_decoder
@@ -155,57 +152,6 @@ def test_unpacked_weights_are_bitwise_what_the_oracles_say():
         assert torch.equal(down, wanted_down), kind
 
 
-@pytest.mark.parametrize("model", fakes.MODELS)
-def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outside(model, tmp_path):
-    """What tests/gpu/test_packed_base_gpu.py asks of an engine, asked of the trainer here."""
-    base = fakes.write_packed_checkpoint(model, tmp_path / "base", seed=1)
-    spec = read_config(json.loads((base / "config.json").read_text()))
-    lora = LoraConfig(rank=4, alpha=8.0, targets=("attention", "experts") if model == "qwen3_moe" else ("experts",))
-    decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer_config(lora=lora))
-    load_weights(decoder, CheckpointReader(base, spec), seed=3)
-    batch = packed((72,) * 2, vocab_size=spec.vocab_size)
-
-    def k3s(name: str, adapter: dict[str, Tensor], misreadings: Iterable[str | None]) -> list[float]:
-        """k3 of the trainer against the truth, in floors; the truth is misread in these ways."""
-        with torch.no_grad():
-            mine = logits_of(decoder, batch).float().log_softmax(-1).view(2, 72, -1)
-        found: list[float] = []
-        for index, misreading in enumerate(misreadings):
-            folder = fakes.dequantize(base, tmp_path / f"{name}{index}", adapter=adapter, misreading=misreading)
-            truth = fakes.said_by_transformers(folder, batch[0].view(2, 72), torch.float32)
-            found.append(fakes.expected_k3(mine, truth))
-        return found
-
-    def floor(name: str) -> float:
-        said = [
-            fakes.said_by_transformers(tmp_path / name, batch[0].view(2, 72), dtype)
-            for dtype in (torch.bfloat16, torch.float32)
-        ]
-        return fakes.expected_k3(*said)
-
-    # How four bits are read is the same in both models; what an expert's matrices are is not.
-    misreadings = list(fakes.MISREADINGS)[-2 if model == "deepseek_v3" else 0 :]
-    right, *wrong = k3s("base", {}, (None, *misreadings))
-    bound = fakes.MAX_RATIO * floor("base0")
-    assert 0 < right < bound / 3
-    assert min(wrong) > 3 * bound, dict(zip(misreadings, wrong, strict=True))
-
-    torch.manual_seed(5)
-    for parameter in decoder.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(0, 0.3)
-    source = AdapterSource(decoder, 0, lora)
-    adapter = {meta.name: torch.empty(meta.shape) for meta in source.layout().tensors}
-    for name, whole in adapter.items():
-        source.read(name, Region((0, 0), tuple(whole.shape)), whole)
-    (right,) = k3s("adapted", adapter, (None,))
-    less = {name: factor for name, factor in adapter.items() if ".layers.1.mlp.experts.3." not in name}
-    (wrong_by_one,) = k3s("less", less, (None,))
-    bound = fakes.MAX_RATIO * floor("adapted0")
-    assert 0 < right < bound / 3
-    assert wrong_by_one > 3 * bound
-
-
 def write_checkpoint(folder, hf_config: dict[str, Any], **changes: Tensor) -> ModelSpec:
     spec = read_config(hf_config)
     reader = SpreadReader(spec)
@@ -310,8 +256,3 @@ def test_adapters_beside_packed_experts_have_the_names_and_shapes_of_those_besid
     )
     assert packed_source.layout() == plain_source.layout()
     assert any(".experts." in meta.name for meta in packed_source.layout().tensors)
-
-
-def test_packed_experts_are_not_saved_merged():
-    with pytest.raises(CheckpointError, match="serve it beside the packed base"):
-        save_merged(make_decoder(KIMI_INT4), "unused", KIMI_INT4)

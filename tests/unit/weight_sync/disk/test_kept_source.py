@@ -141,28 +141,6 @@ def test_between_two_checkpoints_engines_that_hold_the_first_get_what_differs(ma
     assert report.changed_fraction == pytest.approx(0.02, abs=0.004)
 
 
-def test_an_engine_that_was_filled_from_a_peer_takes_changes_once_it_has_hashed_its_bytes(make, tmp_path) -> None:
-    """It missed a version, and knows the peer's hashes at rest, not what a publish sent."""
-    tensors = values(0)
-    ends = make(register_tensors(tensors), 2)
-    ends.sender.update(0)
-    step(tensors, 1)
-    assert ends.sender.update(1, exclude=[1]).num_committed == 1
-    first, second = ends.engines
-    for name, tensor in second.params[0].items():
-        tensor.copy_(first.params[0][name])
-    reader = second.receivers[0]
-    reader.begin(1, 7, "from a peer")
-    reader.verify_at_rest(1, 7, "from a peer", first.receivers[0].committed_hashes)
-    reader.adopt(1, 7)
-    ends.sender._rank0._epoch = 7
-    step(tensors, 2)
-    report = ends.sender.update(2)
-    save(tensors, tmp_path)
-    assert report.num_committed == 2 and ends.hold(tmp_path) == [True, True]
-    assert report.num_takers == 2 and report.num_bytes < NUM_BYTES
-
-
 def test_a_publish_that_does_not_end_leaves_nothing_that_is_compared_with(make, monkeypatch, tmp_path) -> None:
     tensors = values(0)
     ends = make(register_tensors(tensors))

@@ -107,16 +107,13 @@ def test_fused_checkpoint_experts_transposed_and_unbound():
             for expert, piece in enumerate(weight.transpose(-1, -2).unbind(0)):
                 params["w"].data[expert].copy_(piece)
 
-    layout = check(loader, numbered(fused=(3, 4, 5)), w=(3, 5, 4))
-    assert layout.loads[1] == Load("fused", Region((1, 0, 0), (1, 4, 5)), (0, 2, 1), "w", 20, (20, 4, 1))
-
-
-def test_a_transposed_copy_of_a_cloned_view():
-    def loader(params: dict[str, Tensor], weights: Weights) -> None:
+    def cloned(params: dict[str, Tensor], weights: Weights) -> None:
         for _, weight in weights:
-            params["p"].copy_(weight.detach().t().contiguous().clone()[1:])
+            params["w"].copy_(weight.detach().transpose(1, 2).contiguous().clone())
 
-    assert check(loader, numbered(t=(4, 5)), p=(4, 4)).loads[0].axes == (1, 0)
+    layout = check(loader, numbered(fused=(3, 4, 5)), w=(3, 5, 4))
+    assert check(cloned, numbered(fused=(3, 4, 5)), w=(3, 5, 4)).loads[0].axes == (0, 2, 1)
+    assert layout.loads[1] == Load("fused", Region((1, 0, 0), (1, 4, 5)), (0, 2, 1), "w", 20, (20, 4, 1))
 
 
 def test_vocabulary_padding_is_a_fill():
@@ -180,27 +177,22 @@ def test_views_that_split_and_join_dims():
                 params["flat"].data.copy_(weight.reshape(-1))
             elif name == "some":  # the first row of each head: two rectangles
                 params["some"].data.copy_(weight.view(2, 3, 4)[:, 0])
+            elif name == "scale":
+                params["scale"].data.copy_(weight.view(1))
             else:
                 params["thin"].data.copy_(weight.view(1, 1, 6).expand(1, 1, 6))
 
     layout = check(
         loader,
-        numbered(heads=(6, 4), flat=(3, 4), some=(6, 4), thin=(6, 1)),
+        numbered(heads=(6, 4), flat=(3, 4), some=(6, 4), thin=(6, 1), scale=()),
         heads=(2, 4, 3),
         flat=(12,),
         some=(2, 4),
         thin=(1, 1, 6),
+        scale=(1,),
     )
+    assert Load("scale", Region((), ()), (), "scale", 0, ()) in layout.loads
     assert len([load for load in layout.loads if load.tensor == "some"]) == 2
-
-
-def test_a_scalar_into_one_element():
-    def loader(params: dict[str, Tensor], weights: Weights) -> None:
-        for _, weight in weights:
-            params["p"].data.copy_(weight.view(params["p"].shape))
-
-    layout = check(loader, {"scale": torch.tensor(3.0)}, p=(1,))
-    assert layout.loads == (Load("scale", Region((), ()), (), "p", 0, ()),)
 
 
 def test_parameters_in_one_storage_and_parameters_without_memory():
@@ -288,6 +280,75 @@ def test_an_active_inference_mode_does_not_hide_ops():
             0,
         )
     assert len(layout.loads) == 1
+
+
+# --- loaders that gather experts with torch.stack before they copy ---
+
+E, R, K = 4, 3, 5
+
+
+EXPERTS = [TensorMeta(f"experts.{e}.a", (R, K), "float32") for e in range(E)]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (slice(None), slice(None), slice(None)),
+        (slice(1, 3), slice(None), slice(None)),  # experts of one rank
+        (slice(None), slice(1, 3), slice(None)),  # rows of one rank
+        (slice(2, 4), slice(None), slice(2, 5)),  # columns of one rank
+    ],
+)
+def test_a_stack_of_experts_is_replayed_as_one_load_an_expert(part: tuple[slice, ...]):
+    values = {meta.name: torch.randn(R, K) for meta in EXPERTS}
+    wanted = torch.stack(list(values.values()))[part]
+    buffer = torch.zeros(2, *wanted.shape)  # the second of two slots, zeroed first, as vLLM's set_lora does
+
+    def load(tensors):
+        stacked = torch.stack([tensor for _, tensor in tensors], dim=0)
+        buffer[1] = 0
+        buffer[1, :, : wanted.shape[1]].copy_(stacked[part], non_blocking=True)
+
+    layout = record_layout(load, {"slot": buffer[1]}, EXPERTS, 0)
+    assert torch.equal(replay(layout, values, {"slot": buffer[1]})["slot"], wanted)
+    assert not buffer.any(), "recording must not write"
+    assert all(load.region.intersect(Region((0, 0), (R, K))) == load.region for load in layout.loads)
+
+
+@pytest.mark.parametrize(
+    ("gather", "what"),
+    [
+        (lambda parts: torch.cat(parts), "joins it with other tensors"),
+        (lambda parts: torch.stack(parts, dim=1), "joins it with other tensors"),
+        (lambda parts: torch.stack([*parts, torch.zeros(R, K, device="meta")]), "joins it with other tensors"),
+        (lambda parts: torch.stack(parts).mul_(2), "changes the values of a stack"),
+        (lambda parts: torch.stack(parts) * 2, "no part of a checkpoint tensor"),
+        (lambda parts: torch.stack(parts).transpose(0, 1), "only parts of its entries"),
+    ],
+)
+def test_a_gathering_that_is_not_a_stack_of_whole_tensors_is_refused(gather, what: str):
+    buffer = torch.zeros(E * R, K)
+
+    def load(tensors):
+        value = gather([tensor for _, tensor in tensors])
+        buffer.view(value.shape)[...].copy_(value) if value.numel() == buffer.numel() else buffer.copy_(value[0])
+
+    with pytest.raises(RecordError, match=what):
+        record_layout(load, {"slot": buffer}, EXPERTS, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_number_assigned_to_a_part_is_a_fill_on_any_device(device: str):
+    """Off the CPU, `buffer[0] = 2.5` is a copy from a tensor that torch makes of the number."""
+    buffer = torch.zeros(2, 3, device=device)
+
+    def load(tensors):
+        buffer[0] = 2.5
+        ((_, tensor),) = tensors
+        buffer[1].copy_(tensor)
+
+    layout = record_layout(load, {"p": buffer}, [TensorMeta("t", (3,), "float32")], 0)
+    assert [(fill.offset, fill.num_elements, fill.value) for fill in layout.fills] == [(0, 3, 2.5)]
 
 
 # --- what is refused ---

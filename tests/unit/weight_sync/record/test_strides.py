@@ -5,7 +5,7 @@ import pytest
 from cases.packed_reads import part_of
 from hypothesis import given, settings, strategies as st
 
-from slipstream.weight_sync.record.strides import MAX_RECTANGLES, rectangles, row_major
+from slipstream.weight_sync.record.strides import MAX_RECTANGLES, rectangles
 
 
 @st.composite
@@ -75,8 +75,3 @@ def test_too_many_rectangles_are_refused():
     size = MAX_RECTANGLES + 1
     with pytest.raises(ValueError, match="more than"):
         rectangles((2 * size,), (size,), (2,), 0, (1,))
-
-
-def test_row_major():
-    assert row_major((2, 3, 4)) == (12, 4, 1)
-    assert row_major(()) == ()

@@ -79,17 +79,6 @@ def publisher(replica: Replica, publishers: list[Publisher]) -> Publisher:
     return met
 
 
-def test_publishers_are_heard_whatever_their_clocks_say(
-    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for now in (2 << 60, 1 << 60, 1):
-        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
-        publishers.append(publisher := Publisher(replica.address))
-        described = publisher.describe()
-        assert isinstance(described, Described)
-        assert isinstance(publisher.begin(described.own_epoch + 1), Begun)
-
-
 def test_the_publisher_that_described_last_has_the_replica_from_its_begin_on(
     replica: Replica, publishers: list[Publisher]
 ) -> None:

@@ -46,30 +46,22 @@ def test_hashes_at_rest_are_of_each_version_wherever_its_derived_bytes_lie(rank:
         assert len(rank.receiver._whole) == 1, "what was prepared for other addresses is gone"
 
 
-def flip_a_bit(rank: Rank) -> None:
-    rank.params["w13"].view(torch.int16).view(-1)[7] ^= 1
+DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "a bit": (lambda params: params["w13"].view(torch.int16).view(-1)[7:8].bitwise_xor_(1), "w13 (from layers"),
+    "a shift": (
+        lambda params: params["qk"].copy_(params["qk"].reshape(-1).roll(1).view(4, 5)),
+        "qk (from layers.0.q.weight and 1 more)",
+    ),
+    "experts": (lambda params: params["w13"].copy_(params["w13"].flip(0).clone()), "w13 (from layers"),
+    "never written": (lambda params: params["qk"].zero_(), "qk (from layers.0.q.weight and 1 more) is all zeros"),
+}
 
 
-def shift_by_an_element(rank: Rank) -> None:
-    rank.params["qk"].copy_(rank.params["qk"].reshape(-1).roll(1).view(4, 5))
-
-
-def swap_experts(rank: Rank) -> None:
-    rank.params["w13"].copy_(rank.params["w13"].flip(0).clone())
-
-
-@pytest.mark.parametrize(
-    ("damage", "param"),
-    [
-        (flip_a_bit, "w13 (from layers"),
-        (shift_by_an_element, "qk (from layers.0.q.weight and 1 more)"),
-        (swap_experts, "w13 (from layers"),
-    ],
-)
-def test_wrong_bytes_are_named_and_not_served(rank: Rank, damage: Callable[[Rank], None], param: str) -> None:
+@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_wrong_bytes_are_named_and_not_served(rank: Rank, damage: Callable[[dict], object], said: str) -> None:
     rank.begin(4)
-    damage(rank)
-    with pytest.raises(IntegrityError, match=rf"1 of 5 parameters .* {re.escape(param)}"):
+    damage(rank.params)
+    with pytest.raises(IntegrityError, match=rf"1 of 5 parameters .* {re.escape(said)}"):
         rank.verify(4)
     with pytest.raises(ProtocolError, match="needs phase verified"):
         rank.receiver.commit(4, 1)
@@ -91,12 +83,6 @@ def test_a_parameter_of_zeros_is_proven_like_any_other(rank: Rank) -> None:
         rank.verify(4, zeros)
     rank.params["norm"].zero_()
     rank.verify(4, zeros)
-
-
-def test_bytes_never_written_are_named(rank: Rank) -> None:
-    rank.begin(4, skip=("qk",))
-    with pytest.raises(IntegrityError, match=r"qk .*is all zeros"):
-        rank.verify(4)
 
 
 @pytest.mark.parametrize("has_hashes", [True, False])
@@ -212,24 +198,17 @@ def test_a_commit_hook_that_raises_leaves_the_rank_dirty() -> None:
         (lambda p: p.update(qk=p["qk"].float()), "float32"),
         (lambda p: p.update(qk=p["qk"].view(5, 4)), r"qk is bfloat16\(5, 4\), its layout says bfloat16\(4, 5\)"),
         (lambda p: p.update(qk=torch.zeros(5, 4, dtype=torch.bfloat16).t()), "cannot be written one-sided"),
+        (lambda p: None, r"w2 .*no repack hook"),
     ],
 )
 def test_memory_that_contradicts_the_layout_is_refused(change: Callable[[dict], object], message: str) -> None:
-    params = engine_params(0)
+    params, hook = engine_params(0), None if "hook" in message else lambda _n, _t: None
     change(params)
     with pytest.raises(ProtocolError, match=message):
-        Receiver(params, engine_layout(0), MemoryTransport(MemoryFabric()), repack=lambda _n, _t: None)
-
-
-def test_a_parameter_without_a_byte_is_refused() -> None:
-    layout = DestLayout(0, (Param("empty", (0, 5), "bfloat16"),), ())
+        Receiver(params, engine_layout(0), MemoryTransport(MemoryFabric()), repack=hook)
+    empty = DestLayout(0, (Param("empty", (0, 5), "bfloat16"),), ())
     with pytest.raises(ProtocolError, match=r"empty cannot be written one-sided: shape \(0, 5\)"):
-        Receiver({"empty": torch.zeros(0, 5, dtype=torch.bfloat16)}, layout, MemoryTransport(MemoryFabric()))
-
-
-def test_a_repacked_parameter_needs_its_hook() -> None:
-    with pytest.raises(ProtocolError, match=r"w2 .*no repack hook"):
-        Receiver(engine_params(0), engine_layout(0), MemoryTransport(MemoryFabric()))
+        Receiver({"empty": torch.zeros(0, 5, dtype=torch.bfloat16)}, empty, MemoryTransport(MemoryFabric()))
 
 
 def test_what_is_derived_is_computed_of_fills_and_of_what_was_repacked() -> None:
