@@ -30,15 +30,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.schema import (
-    AlgorithmConfig,
-    DType,
-    LoraConfig,
-    MlaNormEps,
-    Objective,
-    OptimConfig,
-    OptimState,
-)
+from slipstream.conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState
 from slipstream.trainer.adapter_io import save_adapter
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.errors import CheckpointError, LayoutError

@@ -10,13 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from cases.tiny_configs import (
-    BY_FAMILY,
-    DENSE,
-    LLAMA,
-    MOE,
-    QWEN2_MOE,
-)
+from cases.tiny_configs import BY_FAMILY, DENSE, LLAMA, MOE, QWEN2_MOE
 from cases.tiny_models import hf_logits, hf_model, logits_of, make_decoder, packed, relative_error, trainer_config
 from safetensors.torch import load_file, save_file
 

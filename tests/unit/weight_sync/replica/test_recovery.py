@@ -26,15 +26,7 @@ from slipstream.weight_sync.errors import (
 from slipstream.weight_sync.integrity import hash_bytes
 from slipstream.weight_sync.replica import recovery
 from slipstream.weight_sync.replica.receiver import Receiver
-from slipstream.weight_sync.replica.recovery import (
-    NUM_READS,
-    Offer,
-    Pulled,
-    make_offer,
-    parts_of,
-    pull,
-    slowest,
-)
+from slipstream.weight_sync.replica.recovery import NUM_READS, Offer, Pulled, make_offer, parts_of, pull, slowest
 from slipstream.weight_sync.replica.version_state import Phase
 from slipstream.weight_sync.typed_msgpack import pack, unpack
 
