@@ -263,3 +263,4 @@ def test_parts_are_all_pieces_in_order_and_about_as_large(sizes: list[int], coun
     for part in parts:
         assert sum(sizes[part]) <= sum(sizes) / count + max(sizes) + 1
     assert parts_of([10, 10, 20], 2) == [slice(0, 2), slice(2, 3)] and parts_of([0, 1, 1], 2)[0] == slice(0, 2)
+    assert parts_of([1, 1, 0], 2) == [slice(0, 1), slice(1, 3)]
