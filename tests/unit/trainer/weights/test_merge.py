@@ -201,6 +201,18 @@ def test_rows_of_other_columns_or_of_another_parameter_are_a_run_of_their_own():
     assert run.joined(RowRun(other, None, Rows(2, 2), slice(0, 3))) is None
 
 
+def test_rows_under_a_later_a_are_rounded_by_their_own_thresholds():
+    base, b, a = make_factors(3, 4, 32, 2, torch.bfloat16, is_aligned=True)
+    whole = torch.empty_like(base)
+    merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=4, key=12345, stack_row=77)
+    delta = LoraDelta("a", nn.Parameter(a), nn.Parameter(b), 4, 0, 0.7, 12345, 77)
+    run = RowRun(nn.Parameter(base), delta, Rows(9, 3), slice(0, 32))
+    out = torch.empty(run.shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        run.write(out, {})
+    assert torch.equal(out, whole[9:12])
+
+
 def test_what_is_given_to_a_merge_is_of_the_rows_and_of_nothing_else():
     """Rows that nothing merges into; and rows of a rank whose first one is the third under its A."""
     weight = nn.Parameter(torch.randn(20, 6))
