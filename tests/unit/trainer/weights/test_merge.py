@@ -201,6 +201,14 @@ def test_rows_of_other_columns_or_of_another_parameter_are_a_run_of_their_own():
     assert run.joined(RowRun(other, None, Rows(2, 2), slice(0, 3))) is None
 
 
+def test_bands_that_end_with_their_a_are_one_run_and_those_that_reach_into_the_next_one_are_not():
+    weight, b = nn.Parameter(torch.zeros(13, 2)), nn.Parameter(torch.zeros(13, 1))
+    delta = LoraDelta("a", nn.Parameter(torch.zeros(3, 1, 2)), b, 4, 0, 1.0)
+    for start, is_one in ((0, True), (1, False)):
+        first, second = (RowRun(weight, delta, Rows(at, 4), slice(0, 2)) for at in (start, start + 8))
+        assert (first.joined(second) is not None) == is_one
+
+
 def test_rows_under_a_later_a_are_rounded_by_their_own_thresholds():
     base, b, a = make_factors(3, 4, 32, 2, torch.bfloat16, is_aligned=True)
     whole = torch.empty_like(base)
