@@ -161,8 +161,9 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     warmup_steps: float = 0.0
-    """Updates of linear warm-up from 0; below 1, their share of all updates of the run (0.1: the first tenth). A step
-    has algorithm.minibatches_per_step * algorithm.epochs_per_step updates."""
+    """Updates of linear warm-up from 0; below 1, their share of all updates of the run (0.1: the first tenth), which a
+    resume with another run.num_steps keeps as long as it was. A step has algorithm.minibatches_per_step *
+    algorithm.epochs_per_step updates."""
     final_lr_fraction: float = 1.0
     """Learning rate at the last step as a fraction of `lr`, reached along a cosine. 1.0: the rate is constant."""
     state: OptimState = OptimState.float32

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.conf.json_files import JsonObject, object_in, object_or_empty
 from slipstream.conf.schema import Order, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.loop_state import RunState, lines_of, state_of
 from slipstream.orchestrator.checkpoints.manifest import FORMAT, fsync, read_json, verify, write_manifest
@@ -328,7 +328,7 @@ class CheckpointStore:
         raw = read_json(path / "state.json")
         if raw.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {raw.get('format')}, this version reads {FORMAT}")
-        self._check_options(str(path), raw["options"])
+        self._check_options(str(path), object_or_empty(raw.get("options")))
         with (path / "groups.jsonl").open() as rows:
             return state_of(raw, rows)
 

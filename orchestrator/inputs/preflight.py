@@ -40,7 +40,7 @@ from slipstream.orchestrator.inputs.given_code import CODE_CHECKS
 from slipstream.orchestrator.inputs.machine_checks import MACHINE_CHECKS, MIN_FREE_BYTES
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
-from slipstream.orchestrator.inputs.resumed import resumable
+from slipstream.orchestrator.inputs.resumed import resumable, with_its_warm_up
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
@@ -59,7 +59,7 @@ class PreflightReport:
 def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport:
     """Check the run against the machine and its files. Raises: PreflightError with every problem found."""
     device = Device(resolve_device(config.cluster.device, machine))
-    config = follow_latest(replace(config, cluster=replace(config.cluster, device=device)))
+    config = with_its_warm_up(follow_latest(replace(config, cluster=replace(config.cluster, device=device))))
     facts: list[Fact] = []
     problems: list[str] = []
     # Processes that wait for a controller have their place on this machine.

@@ -1,18 +1,24 @@
-"""What a run that is to be resumed goes on from, and whether its rows are those that it began with.
+"""What a run that is to be resumed goes on from, whether its rows are those that it began with, and how long its
+warm-up stays.
 
 Owns: where that is found before anything starts. Does not own: what makes an order another one
 (data/training_stream.py).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import yaml
 
 from slipstream.conf.errors import SlipstreamError
+from slipstream.conf.json_files import object_or_empty
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.checkpoints.journal import waits_for
+from slipstream.orchestrator.checkpoints.object_store import CONFIG, ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import Resumable, checkpoints_of
 from slipstream.orchestrator.data.streams import Item
 from slipstream.orchestrator.data.training_stream import Items, check_goes_on
-from slipstream.orchestrator.files.run_folder import RunFolder, resumed_folder
+from slipstream.orchestrator.files.run_folder import RunFolder, flatten, resumed_folder
 
 
 def resumable(config: RunConfig) -> Resumable | None:
@@ -24,6 +30,27 @@ def resumable(config: RunConfig) -> Resumable | None:
     if (left := waits_for(config)) is not None:
         return Resumable(left.step, left.prompts)
     return checkpoints_of(config, RunFolder(root.resolve())).step_to_resume(config.run.resume)
+
+
+def with_its_warm_up(config: RunConfig) -> RunConfig:
+    """The same options; where a resume has another run.num_steps, a warm-up that was a share of the run's updates is as
+    many updates as it was before. (In a longer one the rate would fall back, and rise once more.)"""
+    optim, root = config.trainer.optim, resumed_folder(config.run)
+    if root is None or not 0 < optim.warmup_steps < 1:
+        return config
+    try:
+        saved = RunFolder(root.resolve()).config
+        text = saved.read_text() if saved.is_file() else ObjectStore(str(config.run.resume)).text(CONFIG)
+        before = dict(flatten(object_or_empty(yaml.safe_load(text or ""))))
+    except (OSError, ValueError, yaml.YAMLError, SlipstreamError):  # check_run_folder says so
+        return config
+    num_steps = before.get("run.num_steps")
+    is_another = isinstance(num_steps, int) and num_steps not in (0, config.run.num_steps)
+    if not is_another or before.get("trainer.optim.warmup_steps") != optim.warmup_steps:
+        return config
+    num_updates = optim.warmup_updates(num_steps * config.algorithm.updates_per_step)
+    optim = replace(optim, warmup_steps=float(num_updates))
+    return replace(config, trainer=replace(config.trainer, optim=optim))
 
 
 def check_rows_go_on(config: RunConfig, items: Sequence[Items[Item]] | None) -> None:

@@ -25,6 +25,7 @@ from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, write_description
 from slipstream.orchestrator.inputs.preflight import check_run_folder
+from slipstream.orchestrator.inputs.resumed import with_its_warm_up
 from slipstream.orchestrator.machine import HERE
 
 
@@ -89,6 +90,31 @@ def test_what_no_resume_reads_may_change_and_what_is_not_known_is_not_compared(
     check_weights(object_in(environment), config, is_resumed=True)
     environment.write_text('{"weights": 3}')
     check_weights(object_in(environment), config, is_resumed=True)
+
+
+def with_warm_up(config: RunConfig, num_steps: int, warmup_steps: float) -> RunConfig:
+    trainer = replace(config.trainer, optim=replace(config.trainer.optim, warmup_steps=warmup_steps))
+    return replace(config, run=replace(config.run, num_steps=num_steps), trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "given", "kept"),
+    [(9, 0.5, 0.5), (90, 0.5, 4.0), (90, 0.25, 0.25), (90, 7.0, 7.0), (90, 0.0, 0.0)],
+)
+def test_a_warm_up_that_is_a_share_of_the_run_stays_as_long_as_it_was(
+    config: RunConfig, tmp_path: Path, num_steps: int, given: float, kept: float
+) -> None:
+    """Half of 9 steps: 4; another share is the user's own. Also where the run's folder is in a store alone."""
+    write_description(RunFolder(tmp_path / "run"), with_warm_up(config, 9, 0.5), [])
+    resumed = with_warm_up(config, num_steps, given)
+    assert with_its_warm_up(resumed) == with_warm_up(config, num_steps, kept)
+    assert with_its_warm_up(replace(resumed, run=RunSection(num_steps=num_steps))).trainer == resumed.trainer
+    remote = ObjectStore((tmp_path / "store" / "run").as_uri())
+    remote.send(tmp_path / "run" / "checkpoints" / "step-000003", lambda send: send())
+    run = replace(resumed.run, dir=str(tmp_path / "here"), resume=remote.url, checkpoint_dir=remote.url[:-4])
+    assert with_its_warm_up(replace(resumed, run=run)).trainer.optim.warmup_steps == kept
+    (tmp_path / "run" / "config.yaml").write_text("run: [")
+    assert with_its_warm_up(resumed) == resumed, "what is damaged is told elsewhere"
 
 
 def test_a_resume_from_a_store_knows_which_weights_the_run_began_from(config: RunConfig, tmp_path: Path) -> None:
