@@ -38,26 +38,16 @@ NIC Legend:
 """
 
 
-def test_topology_says_what_joins_gpus_and_which_nic_serves_which() -> None:
+def test_topology_says_what_joins_gpus_and_which_nic_serves_which_and_the_list_their_memory() -> None:
     topology = parse_topology(TOPOLOGY)
     assert topology is not None
     assert topology.gpu_links[0, 1] == "NV18"
     assert topology.gpu_links[1, 1] == "X"
     assert topology.nic_links[1, "mlx5_3"] == "PXB"
     assert (topology.nearest_nic(0), topology.nearest_nic(1)) == ("mlx5_0", "mlx5_3")
-
-
-def test_topology_without_nics() -> None:
-    topology = parse_topology("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-15\t0\n")
-    assert topology is not None
-    assert topology.nearest_nic(0) is None
-
-
-def test_other_text_is_no_topology() -> None:
+    without_nics = parse_topology("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-15\t0\n")
+    assert without_nics is not None and without_nics.nearest_nic(0) is None
     assert parse_topology("NVIDIA-SMI has failed") is None
-
-
-def test_gpu_list_is_parsed() -> None:
     text = "0, NVIDIA H200, 143771, 580.82.07\n1, NVIDIA H200, [N/A], 580.82.07\n"
     assert parse_gpu_list(text) == [
         Gpu(0, "NVIDIA H200", 143771 << 20, "580.82.07"),

@@ -126,6 +126,9 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_it_resumed(
     (path / "trainer" / "rank0.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"is damaged: trainer/rank0\.bin"):
         make_store(tmp_path).read(path)
+    (path / "trainer" / "rank0.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks trainer/rank0\.bin"):
+        make_store(tmp_path).read(path)
 
 
 def test_a_folder_without_its_manifest_is_named_like_any_damaged_one(tmp_path: Path) -> None:
@@ -141,8 +144,11 @@ def test_a_folder_without_its_manifest_is_named_like_any_damaged_one(tmp_path: P
         f"{folder}/step-000010 lacks manifest.json, without which nothing says that it is whole"
     ]
     (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint: .*step-000010 lacks .*step-000005 lacks"):
-        store.newest_whole("runs/x")
+    for find in (store.newest_whole, store.to_resume):
+        said = r"holds no whole checkpoint: .*step-000010 lacks .*step-000005 lacks"
+        with pytest.raises(CheckpointError, match=said):
+            find("runs/x")
+    assert [step_of(one) for one in named_checkpoints(folder)] == [5, 10], "and none loses its name"
 
 
 def test_a_file_that_cannot_be_read_is_named_and_the_checkpoint_before_it_resumed(
@@ -162,13 +168,6 @@ def test_a_file_that_cannot_be_read_is_named_and_the_checkpoint_before_it_resume
     assert path == before
     said = f"{newest} is damaged: {newest}/trainer/rank0.bin cannot be read ({os.strerror(errno.EIO)})"
     assert damaged == {newest: said}
-
-
-def test_missing_file_is_refused_and_named(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    (write(store) / "trainer" / "rank0.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks trainer/rank0\.bin"):
-        store.read(store.newest())
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
@@ -298,17 +297,6 @@ def test_another_format_is_refused(tmp_path: Path, given: int | None) -> None:
         (path / "manifest.json").write_text(damage)
         with pytest.raises(CheckpointError, match=problem):
             store.read(path)
-
-
-def test_damage_in_every_checkpoint_is_listed(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    for step in (5, 10):
-        (write(store, step) / "groups.jsonl").write_text("x")
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint: .*step-000010.*; .*step-000005"):
-        store.newest_whole("runs/x")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        store.to_resume("runs/x")
-    assert step_of(store.newest()) == 10, "and none loses its name"
 
 
 def test_a_damaged_checkpoint_moves_aside_also_where_one_was_before(tmp_path: Path) -> None:

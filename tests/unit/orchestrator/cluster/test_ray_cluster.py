@@ -1,6 +1,11 @@
-"""What a run is called in Ray, and that it need not wait for a cluster that does not answer."""
+"""What a run is called in Ray, that no cluster is waited for that does not answer, how often one of its own is started,
+and that this takes no import of Ray.
+"""
 
+import contextlib
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -12,7 +17,10 @@ from ray.exceptions import RayActorError
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import ClusterConfig, RunConfig
+from slipstream.orchestrator.cluster import own_ray
+from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, as_ray_says
+from slipstream.orchestrator.errors import PlacementError
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 
@@ -52,3 +60,77 @@ def test_a_process_that_dies_where_the_temporary_folder_is_full_says_so(
     )
     assert said.startswith("died without a word: by SIGKILL")
     assert said.endswith(" is full, where each process has files: make room there") == is_named
+
+
+class BusyMachine(OwnRay):
+    """A server of Ray ends while it starts, so many times."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, times: int = 1) -> None:
+        super().__init__(config, folder)
+        self.happened: list[str] = []
+        self._times = times
+
+    async def begin(self) -> None:
+        self.happened.append("began")
+
+    async def _next_word(self) -> dict[str, str]:
+        if self.happened.count("began") > self._times:
+            return {"address": "127.0.0.1:6379", "dashboard": "127.0.0.1:8266"}
+        return {"lost": "raylet", "how": "it exited with code 1"}
+
+    async def end(self) -> None:
+        self.happened.append("ended")
+
+
+async def test_ray_is_started_again_when_one_of_its_servers_ends_while_it_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = BusyMachine(RunConfig(), RunFolder(tmp_path))
+    await machine.begin()
+    assert await machine.address() == "127.0.0.1:6379"
+    assert machine.dashboard == "127.0.0.1:8266", "where Ray's page is, and not where it was looked for first"
+    assert machine.happened == ["began", "ended", "began"]
+    assert "raylet: it exited with code 1" in caplog.text
+    for times in (own_ray.NUM_TRIES - 1, own_ray.NUM_TRIES):
+        busier = BusyMachine(RunConfig(), RunFolder(tmp_path), times)
+        await busier.begin()
+        refused = pytest.raises(PlacementError, match="raylet: it exited with code 1")
+        with refused if times == own_ray.NUM_TRIES else contextlib.nullcontext():
+            assert await busier.address() == "127.0.0.1:6379"
+        assert busier.happened == ["began", *["ended", "began"] * (own_ray.NUM_TRIES - 1)]
+
+
+async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_ray, "OwnRay", BusyMachine)
+    machines: list[BusyMachine] = []
+    with pytest.raises(RuntimeError, match="no such row"):
+        async with starting_ray(RunConfig(), RunFolder(tmp_path)) as own:
+            assert isinstance(own, BusyMachine)
+            machines.append(own)
+            raise RuntimeError("no such row")
+    assert [machine.happened for machine in machines] == [["began", "ended"]]
+    async with starting_ray(RunConfig(cluster=ClusterConfig(ray_address="auto")), RunFolder(tmp_path)) as none:
+        assert none is None
+
+
+async def test_python_that_optimizes_is_the_commands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own processes would compile every library that they import, while others wait for them 15 s."""
+    (python := tmp_path / "python").write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\ncat > /dev/null\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    machine = OwnRay(RunConfig(), RunFolder(tmp_path))
+    await machine.begin()
+    await machine.end()
+    given = (tmp_path / "environment").read_text()
+    assert "PYTHONSAFEPATH=1" in given
+    assert "PYTHONOPTIMIZE" not in given
+
+
+def test_it_imports_no_ray() -> None:
+    imports = "import sys, slipstream.orchestrator.cluster.own_ray, slipstream.orchestrator.run"
+    code = f"{imports}; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0

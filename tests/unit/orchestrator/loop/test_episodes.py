@@ -15,7 +15,7 @@ def a_loop(folder: Path, num_steps: int = 3, **more: int) -> Loop:
     return loop
 
 
-async def test_a_branch_is_a_sample_with_the_advantage_of_its_episode(tmp_path: Path) -> None:
+async def test_a_branch_is_a_sample_with_the_advantage_of_its_episode_and_a_row_counts_it(tmp_path: Path) -> None:
     loop = a_loop(tmp_path)
     await loop.run()
     rewards = [1.0, 0.0, 1.0]  # the third is the run's reward, of the last response; the fourth failed
@@ -38,11 +38,6 @@ async def test_a_branch_is_a_sample_with_the_advantage_of_its_episode(tmp_path: 
         for sample in samples:
             assert len(set(sample.advantages[sample.loss_mask].tolist())) == 1
             assert not sample.advantages[~sample.loss_mask].any()
-
-
-async def test_a_row_counts_turns_branches_and_failures(tmp_path: Path) -> None:
-    loop = a_loop(tmp_path)
-    await loop.run()
     for row in loop.rows[1:]:
         assert row["rollout/turns_mean"] == 3
         assert row["rollout/branches_mean"] == 2

@@ -192,26 +192,21 @@ async def test_it_holds_the_state_of_its_own_step(tmp_path: Path) -> None:
     assert (state.step, state.policy_version, state.buffer.num_batches) == (2, 2, 2)
 
 
-async def test_what_keeps_it_from_being_complete_ends_the_run_after_the_step_under_way(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=9))
+@pytest.mark.parametrize("num_steps", [9, 2])
+async def test_what_keeps_it_from_being_complete_ends_the_run_after_the_step_under_way(
+    num_steps: int, tmp_path: Path
+) -> None:
+    """Also a run that has made its steps."""
+    loop = Loop(tmp_path, make_config(num_steps=num_steps))
     with completing(loop) as held:
         held.error = OSError(28, "No space left on device")
         running = asyncio.create_task(loop.run())
-        await until_trained(loop, 4)
-    with pytest.raises(DiskFull, match="No space left on device"):
-        await running
-    assert list(loop.folder.checkpoints.iterdir()) == [], "what was half written is gone"
-    assert len(loop.trainer.trained) == 4
-
-
-async def test_what_keeps_the_last_one_from_being_complete_ends_a_run_that_has_made_its_steps(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=2))
-    with completing(loop) as held:
-        held.error = OSError(28, "No space left on device")
-        running = asyncio.create_task(loop.run())
+        await until_trained(loop, min(4, num_steps))
         assert await asyncio.to_thread(held.begun.wait, 60)
     with pytest.raises(DiskFull, match="No space left on device"):
         await running
+    assert list(loop.folder.checkpoints.iterdir()) == [], "what was half written is gone"
+    assert len(loop.trainer.trained) == min(4, num_steps)
 
 
 @pytest.mark.parametrize("mode", TrainMode)
