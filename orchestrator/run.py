@@ -17,8 +17,7 @@ from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.checkpoints.journal import Journal, read_journal
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
-from slipstream.orchestrator.control.control_folder import alive, note_end
-from slipstream.orchestrator.control.run_state import note_start, note_started
+from slipstream.orchestrator.control.control_folder import alive, note_end, note_start, note_started
 from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.files.kept_code import keep_sources

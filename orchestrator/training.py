@@ -30,8 +30,7 @@ from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.manifest import flush
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, step_of
 from slipstream.orchestrator.cluster.own_ray import OwnRay
-from slipstream.orchestrator.control.control_folder import answer_requests, workers_asked
-from slipstream.orchestrator.control.run_state import note_start, note_started
+from slipstream.orchestrator.control.control_folder import answer_requests, note_start, note_started, workers_asked
 from slipstream.orchestrator.data.training_stream import held_out_items, training_stream
 from slipstream.orchestrator.files.curves import PANELS, draw_curves
 from slipstream.orchestrator.files.held_out import TAUGHT_FIGURES, eval_names, in_words

@@ -2,8 +2,8 @@
 
     words --> ChaosOptions --check--> draw, event by event --> Harm.do --> RUN/chaos.jsonl, and a table
 
-Owns: what may be asked of which run, the draw, the series and the table. Does not own: processes (victims.py), moments
-(moments.py), ways to harm (ways.py), the blow and its cost (harm.py). Invariant: the draw depends on the seed,
+Owns: what may be asked of which run, the draw, the series and the table. Does not own: processes and moments
+(victims.py), ways to harm (ways.py), the blow and its cost (harm.py). Invariant: the draw depends on the seed,
 on the options and on the names of the run's processes, and on nothing else.
 """
 
@@ -20,8 +20,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
 from slipstream.orchestrator.chaos.harm import ENDED, Blow, Event, Harm
-from slipstream.orchestrator.chaos.moments import Moment, RunWatch
-from slipstream.orchestrator.chaos.victims import OUTLIVED, ROOMS, Kind, Victim, victims_of
+from slipstream.orchestrator.chaos.victims import OUTLIVED, ROOMS, Kind, Moment, RunWatch, Victim, victims_of
 from slipstream.orchestrator.chaos.ways import What, check_can_be_cut, check_can_be_filled, is_there
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive

@@ -21,12 +21,10 @@ import psutil
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.whole_files import append_line
-from slipstream.orchestrator.chaos.moments import Moment, RunWatch
-from slipstream.orchestrator.chaos.victims import ROOMS, Kind, Victim, victims_of
+from slipstream.orchestrator.chaos.victims import ROOMS, Kind, Moment, RunWatch, Victim, victims_of
 from slipstream.orchestrator.chaos.ways import LASTING, What, cut_off, filled, folder_of, send, slowed, stopped
 from slipstream.orchestrator.checkpoints.journal import door_of
-from slipstream.orchestrator.control.control_folder import ask, how_it_ended, is_alive
-from slipstream.orchestrator.control.run_state import start_of
+from slipstream.orchestrator.control.control_folder import ask, how_it_ended, is_alive, start_of
 from slipstream.orchestrator.files.row_files import GrowingFile, rows_by
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.timeline import read_step

@@ -19,7 +19,7 @@ from slipstream.conf.json_files import JsonMapping, JsonObject, object_in
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, Objective
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
-from slipstream.orchestrator.control.run_state import dashboard_of, start_of, state_of
+from slipstream.orchestrator.control.control_folder import dashboard_of, start_of, state_of
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
 from slipstream.orchestrator.files.held_out import of_sets

@@ -42,8 +42,7 @@ from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, RunContext
 from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
 from slipstream.orchestrator.cluster.rebirth import LivingRanks
-from slipstream.orchestrator.cluster.rollout_workers import LivingWorkers, RolloutWorkers
-from slipstream.orchestrator.cluster.rooms import Rooms, place_of
+from slipstream.orchestrator.cluster.rollout_workers import LivingWorkers, RolloutWorkers, Rooms, place_of
 from slipstream.orchestrator.cluster.trainer_ranks import start_trainer_ranks
 from slipstream.orchestrator.environment import RunDevice, resolve_device
 from slipstream.orchestrator.errors import PlacementError

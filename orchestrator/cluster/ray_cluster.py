@@ -39,7 +39,7 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.waiting import in_abandoned_thread, wait_for
 from slipstream.orchestrator.cluster.own_ray import OwnRay
-from slipstream.orchestrator.control.run_state import note_dashboard
+from slipstream.orchestrator.control.control_folder import note_dashboard
 from slipstream.orchestrator.environment import RunDevice, variables_for_actors
 from slipstream.orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from slipstream.orchestrator.files.run_folder import RunFolder

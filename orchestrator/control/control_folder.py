@@ -1,4 +1,5 @@
-"""Requests to a run that goes on, as files in its folder: `slipstream recover`, `scale` and `drain`.
+"""Requests to a run that goes on, as files in its folder: `slipstream recover`, `scale` and `drain`; and whether it
+goes on, what its start waits for, and where its page of Ray is, from its folder alone.
 
     runs/NAME/control/                   0700: only the run's owner may ask
     runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends; its
@@ -11,11 +12,12 @@
     runs/NAME/control/workers_asked      how many workers were asked for last, for a resume
     runs/NAME/control/end.json           {"state": "failed", "error": "..."}, written by the controller when it ends;
                                          blanks until then, so that there is room for it on a disk that is full
+    runs/NAME/control/starting.json, dashboard.json
 
-Owns: both ends, what a request means, and the lock that says whether a run is alive. The kernel drops the lock with the
-process, so none is left behind. Files are used rather than a port or Ray: nothing listens, and it does not matter
-whether the cluster's head is busy. Does not own: how workers come and go (fleet/scaling.py) or are started again
-(fleet/supervisor.py).
+Owns: both ends, what a request means, the lock that says whether a run is alive, and the words for its state. The
+kernel drops the lock with the process, so none is left behind. Files are used rather than a port or Ray: nothing
+listens, and it does not matter whether the cluster's head is busy. Does not own: how workers come and go
+(fleet/scaling.py) or are started again (fleet/supervisor.py), nor the phases of a start (files/startup.py).
 Invariant: a request is answered once; a request that nobody waits for any more is not carried out.
 """
 
@@ -303,3 +305,53 @@ async def _recover(supervisor: Supervisor, worker: int | None) -> list[str]:
     if are_taken and in_service and in_service <= set(chosen):
         lines.append("no other rollout worker serves: sampling stands still until one is back")
     return lines
+
+
+def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, str | None]:
+    """(running, finished, stopped, failed, "moved or removed": the folder is not there any more, or unknown: the run is
+    another user's, who alone may read its lock; and the error of a run that failed). `step`: of the newest row of
+    metrics; None before the first."""
+    if not folder.root.is_dir():
+        return "moved or removed", None
+    is_running = is_alive(folder.root)
+    if is_running:
+        return "running", None
+    state, error = how_it_ended(folder.root)
+    if state:
+        return state, error
+    is_done = step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir())
+    return ("finished" if is_done else "stopped" if is_running is False else "unknown"), None
+
+
+def note_start(folder: RunFolder, seconds: float, waits_for: str) -> None:
+    """Write down what a start waits for, `seconds` after the command. The next start removes it, too."""
+    with contextlib.suppress(OSError):  # the log has it, too
+        write_whole(folder.starting, json.dumps({"began_at": time.time() - seconds, "waits_for": waits_for}))
+
+
+def note_started(folder: RunFolder) -> None:
+    with contextlib.suppress(OSError):
+        folder.starting.unlink()
+
+
+def start_of(folder: RunFolder) -> str | None:
+    """What the start of a run that goes on waits for, for people: "34 s: engines 1 of 2 up"; None: it is over."""
+    try:
+        found = json.loads(folder.starting.read_text()) if is_alive(folder.root) else None
+        return None if found is None else f"{time.time() - found['began_at']:.0f} s: {found['waits_for']}"
+    except (OSError, ValueError):  # none, or another user's
+        return None
+
+
+def note_dashboard(folder: RunFolder, where: str) -> None:
+    """Write down where the run's page of Ray is. The next start of the run removes it (control_folder.alive)."""
+    with contextlib.suppress(OSError):  # the log has it, too
+        folder.dashboard.write_text(json.dumps(where))
+
+
+def dashboard_of(folder: RunFolder) -> str | None:
+    """Where the page of a run that goes on is, with the file of its token; None where it has none."""
+    try:
+        return str(json.loads(folder.dashboard.read_text())) if is_alive(folder.root) else None
+    except (OSError, ValueError):  # none, or another user's
+        return None

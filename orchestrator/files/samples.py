@@ -3,7 +3,7 @@
     groups --shown_rollouts--> a few of them --sample_row--> --fitted--> samples.jsonl
 
 Owns: which rollouts of a step are shown, the form of a row, and its size. Does not own: how the trainer's figures reach
-their rollouts (loop/samples.py).
+their rollouts (loop/updates.py).
 Invariants: the rows of one step take RunSection.max_sample_bytes_per_step at most: what is too long loses its
 middle, and says how much. A resumed run has the rows of a step once. Rows are in step order.
 """

@@ -7,7 +7,7 @@
      "publish": {"version": 3, ...}}
 
 Owns: the form of a row, and its size: MOST_SPANS of about 45 bytes. Does not own: what is noted (its callers), or what
-follows from it (view/step_timeline.py).
+follows from it (view/tables.py).
 Invariants: `from` and `to` are seconds since 1970 by the controller's clock, times of spans are seconds after `from`,
 below 0 where a span began in an earlier step. A span is in the row of the step in which it ended.
 """

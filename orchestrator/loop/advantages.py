@@ -1,7 +1,7 @@
 """How much better a response is than others: rewards -> advantages. Pure numpy.
 
 Owns the formulas below. Does not own: what a response is worth (rollout/rewards), the samples that are made of it
-(samples.py), or the loss. With r the reward of a response, S its group's rewards that are known, n their number:
+(updates.py), or the loss. With r the reward of a response, S its group's rewards that are known, n their number:
 
     group_std        (r - mean S) / (std S + 1e-6)      GRPO (Shao et al. 2024, arXiv:2402.03300, 4.1.2)
     group            r - mean S                         Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)

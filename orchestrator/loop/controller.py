@@ -58,9 +58,17 @@ from slipstream.orchestrator.loop.ports import LoopServices, Stopwatch
 from slipstream.orchestrator.loop.publication import Publication
 from slipstream.orchestrator.loop.ramp import Ramp
 from slipstream.orchestrator.loop.sampler import Sampler
-from slipstream.orchestrator.loop.samples import Draft, advantage_function, draft_samples, filled, join, mark
 from slipstream.orchestrator.loop.step_loop import StepLoop
-from slipstream.orchestrator.loop.updates import score, update
+from slipstream.orchestrator.loop.updates import (
+    Draft,
+    advantage_function,
+    draft_samples,
+    filled,
+    join,
+    mark,
+    score,
+    update,
+)
 from slipstream.trainer.types import OptimStats
 from slipstream.weight_sync.publish.report import PublishReport
 

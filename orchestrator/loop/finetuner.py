@@ -21,8 +21,8 @@ from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.timeline import StepTimeline
 from slipstream.orchestrator.inputs.rows.conversations import Lesson
 from slipstream.orchestrator.loop.ports import Stopwatch, TaughtServices
-from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.orchestrator.loop.step_loop import StepLoop
+from slipstream.orchestrator.loop.updates import denominators_of
 from slipstream.trainer.step.microbatches import pack
 from slipstream.trainer.types import LossStats, Sample
 

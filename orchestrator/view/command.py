@@ -21,7 +21,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.files.outputs import check_can_write, write_output
 from slipstream.orchestrator.view.run_reader import RunReader
-from slipstream.orchestrator.view.sample_index import PAGE, SampleQuery
+from slipstream.orchestrator.view.samples import PAGE, SampleQuery
 from slipstream.orchestrator.view.server import MODULES, ViewServer, answer, page_file
 
 MOST_RUNS = 12

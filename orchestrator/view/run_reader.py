@@ -1,7 +1,7 @@
 """One run's folder, as the page asks for it: what is new is read, and what is large is read where it is shown.
 
     metrics.jsonl, fleet.jsonl, timeline.jsonl   read once, then what is added
-    samples.jsonl                                what rows are sorted by, once, then what is added (sample_index.py);
+    samples.jsonl                                what rows are sorted by, once, then what is added (samples.py);
                                                  the rows of one page whole, by their offsets
     traces/publish-N.json                        the one that is asked for
 
@@ -19,23 +19,24 @@ import numpy as np
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object, object_in
-from slipstream.orchestrator.control.run_state import state_of
+from slipstream.orchestrator.control.control_folder import state_of
 from slipstream.orchestrator.files.row_files import GrowingFile, objects, rows_by
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, saved_options
 from slipstream.orchestrator.files.timeline import read_step
-from slipstream.orchestrator.view.sample_detail import TokenText, detail, preview
-from slipstream.orchestrator.view.sample_index import (
+from slipstream.orchestrator.view.samples import (
     ENTRY,
     FAILED,
     KINDS,
     PAGE,
     TRUNCATED,
     SampleQuery,
+    TokenText,
     chosen,
+    detail,
     extended,
+    preview,
 )
-from slipstream.orchestrator.view.step_timeline import concluded
-from slipstream.orchestrator.view.tables import FleetTable, MetricsTable
+from slipstream.orchestrator.view.tables import FleetTable, MetricsTable, concluded
 
 LONGEST_PREVIEWED = 1 << 20
 """Bytes of a row that is read for a list; longer ones are read when they are opened."""

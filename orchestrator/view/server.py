@@ -26,7 +26,7 @@ from aiohttp import web
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.view.run_reader import RunReader
-from slipstream.orchestrator.view.sample_index import parse_query, whole
+from slipstream.orchestrator.view.samples import parse_query, whole
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from slipstream.conf.schema import AlgorithmConfig
-from slipstream.orchestrator.loop.samples import advantage_function, draft_samples, filled
+from slipstream.orchestrator.loop.updates import advantage_function, draft_samples, filled
 from slipstream.rollout.types import Group
 from slipstream.trainer.types import Sample
 

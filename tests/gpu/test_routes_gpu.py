@@ -22,7 +22,7 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, RunConfig, SamplingConfig, SyncMode
 from slipstream.orchestrator.cluster.rollout_workers import worker_options
 from slipstream.orchestrator.inputs.model_folder import prepare_model
-from slipstream.orchestrator.loop.samples import denominators_of
+from slipstream.orchestrator.loop.updates import denominators_of
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.types import Group, Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker

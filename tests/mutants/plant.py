@@ -63,7 +63,7 @@ MODULES = {
     "trainer/weights/stored_adapter.py": "stored_adapter",
     "orchestrator/loop/buffer.py": "buffer",
     "orchestrator/loop/advantages.py": "advantages",
-    "orchestrator/loop/samples.py": "advantages distillation",
+    "orchestrator/loop/updates.py": "advantages distillation updates",
     "orchestrator/loop/publication.py": "publication",
     "orchestrator/checkpoints/run_checkpoint.py": "run_checkpoint fingerprint",
     "orchestrator/checkpoints/manifest.py": "run_checkpoint",

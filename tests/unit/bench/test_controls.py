@@ -9,7 +9,7 @@ from bench.controls import SHUFFLED, AgelessBuffer, UnpublishedController, shuff
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import AlgorithmConfig
 from slipstream.orchestrator.loop import controller
-from slipstream.orchestrator.loop.samples import advantage_function
+from slipstream.orchestrator.loop.updates import advantage_function
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 

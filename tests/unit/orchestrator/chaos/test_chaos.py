@@ -16,8 +16,7 @@ import pytest
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.chaos.command import ChaosOptions, chaos, draw, report
 from slipstream.orchestrator.chaos.harm import Blow, Harm
-from slipstream.orchestrator.chaos.moments import Moment, RunWatch
-from slipstream.orchestrator.chaos.victims import Kind, Victim, victims_of
+from slipstream.orchestrator.chaos.victims import Kind, Moment, RunWatch, Victim, victims_of
 from slipstream.orchestrator.chaos.ways import What
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.control.control_folder import alive

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.chaos.harm import Blow, Harm
-from slipstream.orchestrator.chaos.moments import Moment
+from slipstream.orchestrator.chaos.victims import Moment
 from slipstream.orchestrator.chaos.ways import check_can_be_filled, filled
 from slipstream.orchestrator.chaos.victims import Kind
 from slipstream.orchestrator.chaos.ways import What

@@ -11,8 +11,7 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
-from slipstream.orchestrator.control.control_folder import alive
-from slipstream.orchestrator.control.run_state import state_of
+from slipstream.orchestrator.control.control_folder import alive, state_of
 from slipstream.orchestrator.data.training_stream import Items
 from slipstream.orchestrator.errors import DiskFull, TrainingStopped
 from slipstream.orchestrator.files.run_folder import RunFolder

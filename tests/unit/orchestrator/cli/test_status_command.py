@@ -15,8 +15,7 @@ from slipstream.conf.load import load_run_config
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.cli.status import NUM_RECENT, status_of
-from slipstream.orchestrator.control.control_folder import alive
-from slipstream.orchestrator.control.run_state import note_dashboard, note_start, note_started
+from slipstream.orchestrator.control.control_folder import alive, note_dashboard, note_start, note_started
 from slipstream.orchestrator.files.metrics_catalogue import METRICS
 from slipstream.orchestrator.files.run_folder import RunFolder, to_plain
 from slipstream.orchestrator.view.run_reader import RunReader

@@ -15,8 +15,7 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import ParityConfig, RunConfig
 from slipstream.orchestrator.cluster.nodes import RAY_NODES
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, RunContext
-from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers, routing_shape
-from slipstream.orchestrator.cluster.rooms import Rooms
+from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers, Rooms, routing_shape
 from slipstream.orchestrator.cluster.trainer_ranks import start_trainer_ranks
 from slipstream.orchestrator.errors import PlacementError
 from slipstream.orchestrator.files.run_folder import RunFolder

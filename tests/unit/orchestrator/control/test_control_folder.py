@@ -27,9 +27,11 @@ from slipstream.orchestrator.control.control_folder import (
     how_it_ended,
     is_alive,
     note_end,
+    note_start,
+    note_started,
+    state_of,
     workers_asked,
 )
-from slipstream.orchestrator.control.run_state import note_start, note_started, state_of
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 

@@ -13,8 +13,7 @@ from cases.largest_file import largest_file
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import ClusterConfig, LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
-from slipstream.orchestrator.control.control_folder import alive
-from slipstream.orchestrator.control.run_state import note_started
+from slipstream.orchestrator.control.control_folder import alive, note_started
 from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,

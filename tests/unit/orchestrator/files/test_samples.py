@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from slipstream.orchestrator.files.held_out import Evaluation
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
-from slipstream.orchestrator.view.sample_index import ENTRY, FAILED, TRUNCATED, extended
+from slipstream.orchestrator.view.samples import ENTRY, FAILED, TRUNCATED, extended
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 
 

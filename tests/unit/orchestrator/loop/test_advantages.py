@@ -9,7 +9,7 @@ from cases.samples import build_samples
 from slipstream.conf.schema import AlgorithmConfig
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages, teacher_term, whitened
-from slipstream.orchestrator.loop.samples import denominators_of
+from slipstream.orchestrator.loop.updates import denominators_of
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes
 
 

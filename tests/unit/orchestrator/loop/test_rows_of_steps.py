@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from slipstream.conf.schema import AlgorithmConfig
 from slipstream.fleet.replicas import Recovery
 from slipstream.orchestrator.files.row_files import read_rows
-from slipstream.orchestrator.loop.samples import join, mark
+from slipstream.orchestrator.loop.updates import join, mark
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 from slipstream.trainer.types import LossStats
 

@@ -16,8 +16,16 @@ from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.orchestrator.loop.advantages import batch_advantages
 from slipstream.orchestrator.loop.ports import Stopwatch
-from slipstream.orchestrator.loop.samples import advantage_function, draft_samples, filled, scored
-from slipstream.orchestrator.loop.updates import combined, minibatches, score, update
+from slipstream.orchestrator.loop.updates import (
+    advantage_function,
+    combined,
+    draft_samples,
+    filled,
+    minibatches,
+    score,
+    scored,
+    update,
+)
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 from slipstream.trainer.types import LossStats, OptimStats, Sample, Scores
 

@@ -15,11 +15,18 @@ from slipstream.orchestrator.files.row_files import GrowingFile, objects
 from slipstream.orchestrator.files.startup import read_starts
 from slipstream.orchestrator.view.command import run_view, snapshot
 from slipstream.orchestrator.view.run_reader import RunReader
-from slipstream.orchestrator.view.sample_detail import MOST_CHARS, MOST_TOKENS, detail
-from slipstream.orchestrator.view.sample_index import ENTRY, ORDERS, SampleQuery, chosen, parse_query
+from slipstream.orchestrator.view.samples import (
+    ENTRY,
+    MOST_CHARS,
+    MOST_TOKENS,
+    ORDERS,
+    SampleQuery,
+    chosen,
+    detail,
+    parse_query,
+)
 from slipstream.orchestrator.view.server import answer
-from slipstream.orchestrator.view.step_timeline import concluded
-from slipstream.orchestrator.view.tables import FleetTable, MetricsTable
+from slipstream.orchestrator.view.tables import FleetTable, MetricsTable, concluded
 
 
 def test_lines_are_given_once_whole_and_anew_when_the_file_is_another_one(tmp_path: Path) -> None:
