@@ -96,12 +96,8 @@ async def _beside_ray(
     must_end: bool,
 ) -> RunResult:
     """The run, which Ctrl-C, SIGTERM and `slipstream stop` wind down. The servers of its own Ray begin to start before
-    anything else, which imports Ray, too; or they are those that another controller left.
-
-    Args:
-        left: what that controller wrote down.
-        must_end: whether its processes cannot be used: they have other options.
-    """
+    anything else, which imports Ray, too; or they are those that another controller left. `left`: what that controller
+    wrote down. `must_end`: whether its processes cannot be used: they have other options."""
     clusters: list[OwnRay] = []
     loop = asyncio.get_running_loop()
 

@@ -125,12 +125,8 @@ class Resumable:
 
 
 class CheckpointStore:
-    """See the module's docstring.
-
-    Args:
-        keep: how many complete checkpoints stay; older ones are removed after a new one is complete.
-        options: `fingerprint` of this run's options.
-    """
+    """See the module's docstring. `keep`: how many complete checkpoints stay; older ones are removed after a new one is
+    complete. `options`: `fingerprint` of this run's options."""
 
     def __init__(self, folder: Path, *, keep: int, options: JsonObject, remote: ObjectStore | None = None) -> None:
         self.folder, self._run = folder, RunFolder(folder.parent)

@@ -56,12 +56,8 @@ _NODE_TICKET = 0.001
 
 
 class Rooms:
-    """Where in Ray there is room for workers, and that of those that are more than the run began with.
-
-    Args:
-        group: the run's own.
-        only_node: where all workers must be; None: anywhere.
-    """
+    """Where in Ray there is room for workers, and that of those that are more than the run began with. `group`: the
+    run's own. `only_node`: where all workers must be; None: anywhere."""
 
     def __init__(self, config: RunConfig, cluster: RayCluster, group: PlacementGroup, only_node: str | None) -> None:
         self._config = config
@@ -173,12 +169,8 @@ class RolloutWorkers:
         self._options = replace(options, num_versions_kept=config.num_versions_kept)
 
     async def start(self, num_workers: int, nodes: Iterable[str]) -> None:
-        """Start so many, which have their room, and their engines.
-
-        Args:
-            num_workers: those in the first places.
-            nodes: Ray's ids of those that they will be on: their fork servers start at the same time.
-        """
+        """Start so many, which have their room, and their engines. `num_workers`: those in the first places. `nodes`:
+        Ray's ids of those that they will be on: their fork servers start at the same time."""
         for node in set(nodes):
             self._forks_on(node)
         names = [f"rollout-{index}" for index in range(num_workers)]

@@ -31,12 +31,8 @@ async def start_trainer_ranks(
     run: RunContext, bundles: Sequence[int], left: LivingRanks | None = None
 ) -> RayTrainerGroup:
     """Start all ranks, load the model on them, and on GPUs try a full microbatch. The group starts them in the same way
-    again when one has died.
-
-    Args:
-        bundles: of the run's placement group, one for each rank.
-        left: the ranks of a controller that was killed, instead of new ones: RayTrainerGroup.return_to comes next.
-    """
+    again when one has died. `bundles`: of the run's placement group, one for each rank. `left`: the ranks of a
+    controller that was killed, instead of new ones: RayTrainerGroup.return_to comes next."""
     config, cluster, startup = run.config, run.cluster, run.startup
     options = TrainerOptions(
         model=config.model,
@@ -86,12 +82,8 @@ async def _found(cluster: RayCluster, left: LivingRanks) -> Ranks:
 async def _start(
     run: RunContext, options: TrainerOptions, bundles: Sequence[int], life: int, kept: Sequence[tuple[Address, int]]
 ) -> Ranks:
-    """Start all ranks and load the model on them.
-
-    Args:
-        life: how often they were started before.
-        kept: each one's keeper, and the number of its state that will be asked for; none in the first life.
-    """
+    """Start all ranks and load the model on them. `life`: how often they were started before. `kept`: each one's
+    keeper, and the number of its state that will be asked for; none in the first life."""
     cluster, startup = run.cluster, run.startup
     names = [f"trainer-{rank}{f'.{life}' if life else ''}" for rank in range(len(bundles))]
     if life:  # Ray frees a dead actor's name late

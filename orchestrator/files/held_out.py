@@ -188,12 +188,8 @@ def is_better(metric: str, value: float, best: float) -> bool:
 def evaluate_groups(
     groups: Mapping[str, Sequence[Group]], version: int, names: EvalNames, right_from: float
 ) -> Figures:
-    """All figures of an evaluation but its seconds.
-
-    Args:
-        version: The one that the evaluation began with.
-        right_from: A response with this reward or a larger one is right, whatever its length took from it.
-    """
+    """All figures of an evaluation but its seconds. `version`: the one that the evaluation began with. `right_from`: a
+    response with this reward or a larger one is right, whatever its length took from it."""
     everything = [group for of_set in groups.values() for group in of_set]
     figures = _figures_of(everything, "eval", names.ks, right_from)
     for name in names.sets:

@@ -62,12 +62,8 @@ class Logger(Protocol):
 def open_loggers(
     config: RunConfig, folder: RunFolder, *, after_step: int, meanings: Mapping[str, str]
 ) -> tuple[Logger, ...]:
-    """The loggers that run.loggers names, and Ray's gauges.
-
-    Args:
-        after_step: the step after which this start goes on; 0 for a new run.
-        meanings: what each metric means, by name.
-    """
+    """The loggers that run.loggers names, and Ray's gauges. `after_step`: the step after which this start goes on; 0
+    for a new run. `meanings`: what each metric means, by name."""
     start = RunStart(
         name=folder.run_id if after_step == 0 else f"{folder.run_id}-from-{after_step}",
         group=folder.run_id,
@@ -103,12 +99,8 @@ class Service(Protocol):
 
 
 class InBackground:
-    """See the module's docstring.
-
-    Args:
-        name: of the service, for people.
-        connect: makes the connection. Called in the thread, again after a failure.
-    """
+    """See the module's docstring. `name`: of the service, for people. `connect`: makes the connection. Called in the
+    thread, again after a failure."""
 
     def __init__(self, name: str, connect: Callable[[], Service], *, try_again_s: float = TRY_AGAIN_S) -> None:
         self._name = name

@@ -59,12 +59,8 @@ class Start:
 
 
 class Startup:
-    """See the module's docstring. As a context manager it shows the run's start, until `end`.
-
-    Args:
-        show: gets the seconds since the command, and what is waited for.
-        now_s: seconds since the command was given.
-    """
+    """See the module's docstring. As a context manager it shows the run's start, until `end`. `show`: gets the seconds
+    since the command, and what is waited for. `now_s`: seconds since the command was given."""
 
     def __init__(
         self, file: Path, show: Callable[[float, str], None], *, now_s: Callable[[], float] | None = None

@@ -37,12 +37,9 @@ NUM_GOODPUT_ROWS = 100
 
 
 class Telemetry:
-    """Sinks of one run. Use as a context manager; `step` writes and shows one row.
-
-    Args:
-        first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
-        gpus: the trainer's and one rollout worker's; on CPUs their processes.
-    """
+    """Sinks of one run. Use as a context manager; `step` writes and shows one row. `first_step`: what was emitted after
+    this step is removed: it belongs to work that a resumed run redoes. `gpus`: the trainer's and one rollout worker's;
+    on CPUs their processes."""
 
     def __init__(
         self,
