@@ -45,8 +45,9 @@ def with_its_warm_up(config: RunConfig) -> RunConfig:
     except (OSError, ValueError, yaml.YAMLError, SlipstreamError):  # check_run_folder says so
         return config
     num_steps = before.get("run.num_steps")
-    is_another = isinstance(num_steps, int) and num_steps not in (0, config.run.num_steps)
-    if not is_another or before.get("trainer.optim.warmup_steps") != optim.warmup_steps:
+    if not isinstance(num_steps, int) or num_steps in (0, config.run.num_steps):
+        return config
+    if before.get("trainer.optim.warmup_steps") != optim.warmup_steps:  # the user's own
         return config
     num_updates = optim.warmup_updates(num_steps * config.algorithm.updates_per_step)
     optim = replace(optim, warmup_steps=float(num_updates))
