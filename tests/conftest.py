@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cases.mapped_files import maps_of
 from longest_first import longest_first
 
 from slipstream.rollout.engine.engine_options import compile_cache
@@ -51,3 +50,11 @@ def private_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if path.name not in mapped:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def maps_of(process: psutil.Process) -> str:
+    """What a process has mapped; nothing where it has ended, or is another user's."""
+    try:
+        return Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
+        return ""

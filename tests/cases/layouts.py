@@ -1,18 +1,11 @@
-"""Random trainer and engine layouts, and two ways to fill an engine's parameters: by its loads, and by a plan's tasks.
-
-The oracle (`filled_by_loads`) walks every element of every load in plain Python index arithmetic; it knows nothing of
-cells, runs, chunks or tasks. `filled_by_tasks` packs pieces with numpy and writes flat ranges, as a source and a
-one-sided write do.
-"""
+"""Random trainer and engine layouts."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 from hypothesis import strategies as st
 
 from slipstream.weight_sync.layout import (
-    DTYPE_BYTES,
     DestLayout,
     Fill,
     Load,
@@ -23,65 +16,6 @@ from slipstream.weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
-from slipstream.weight_sync.plan.transfer_plan import Task
-
-UNWRITTEN = -1
-
-
-def checkpoint_values(tensors: Sequence[TensorMeta]) -> dict[str, np.ndarray]:
-    """A different number in every element of the checkpoint."""
-    values: dict[str, np.ndarray] = {}
-    first = 1
-    for meta in tensors:
-        count = int(np.prod(meta.shape, dtype=np.int64))
-        values[meta.name] = np.arange(first, first + count, dtype=np.int64).reshape(meta.shape)
-        first += count
-    return values
-
-
-def filled_by_loads(layout: DestLayout, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the engine's loader leaves in every parameter, flat; element by element."""
-    memory = {param.name: np.full(param.num_elements, UNWRITTEN, dtype=np.int64) for param in layout.params}
-    for load in layout.loads:
-        for index in itertools.product(*(range(load.region.shape[axis]) for axis in load.axes)):
-            coordinates = list(load.region.start)
-            for axis, i in zip(load.axes, index, strict=True):
-                coordinates[axis] += i
-            at = load.offset + sum(i * step for i, step in zip(index, load.stride, strict=True))
-            memory[load.param][at] = values[load.tensor][tuple(coordinates)]
-    return memory
-
-
-def packed(task: Task, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The task's staging block, as a source packs it."""
-    block = np.full(task.num_bytes // DTYPE_BYTES[task.dtype], UNWRITTEN, dtype=np.int64)
-    for piece in task.pieces:
-        window = tuple(slice(a, b) for a, b in zip(piece.region.start, piece.region.stop, strict=True))
-        flat = values[piece.tensor][window].transpose(piece.axes).reshape(-1)
-        block[piece.offset_elements : piece.offset_elements + flat.size] = flat
-    return block
-
-
-def filled_by_tasks(
-    replicas: Sequence[Sequence[DestLayout]], tasks: Sequence[Task], values: Mapping[str, np.ndarray]
-) -> tuple[dict[tuple[int, int, str], np.ndarray], dict[tuple[int, int, str], np.ndarray]]:
-    """Every engine rank's memory after the writes, and how often each element was written."""
-    memory: dict[tuple[int, int, str], np.ndarray] = {}
-    writes: dict[tuple[int, int, str], np.ndarray] = {}
-    for replica, layouts in enumerate(replicas):
-        for layout in layouts:
-            for param in layout.params:
-                key = (replica, layout.rank, param.name)
-                memory[key] = np.full(param.num_elements, UNWRITTEN, dtype=np.int64)
-                writes[key] = np.zeros(param.num_elements, dtype=np.int64)
-    for task in tasks:
-        key = (task.replica, task.dest_rank, task.param)
-        size = DTYPE_BYTES[task.dtype]
-        window = slice(task.dest_offset_bytes // size, (task.dest_offset_bytes + task.num_bytes) // size)
-        memory[key][window] = packed(task, values)
-        writes[key][window] += 1
-    return memory, writes
-
 
 # --- engine ranks: what a TP engine's loader does ---
 

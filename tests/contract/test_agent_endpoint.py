@@ -19,7 +19,6 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from fakes.scripted_engine import Script
 from pydantic import BaseModel
 
 from slipstream.conf.schema import DataConfig
@@ -29,7 +28,7 @@ from slipstream.orchestrator.inputs.character_tokenizer import save_character_to
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.agents.chat_text import FolderChatText
 from slipstream.rollout.agents.endpoint import Endpoint
-from slipstream.rollout.agents.episode import Episode, Limits
+from slipstream.rollout.agents.episode import Episode, Limits, Sampled
 from slipstream.rollout.agents.request_fields import (
     FIXED,
     HARMLESS,
@@ -52,6 +51,21 @@ TOOLS: list[Any] = [
 ]
 GO: list[Any] = [{"role": "user", "content": "go"}]
 CALL = 'so <tool_call>{"name":"add","arguments":{"b":2,"a":1}}</tool_call>'
+
+
+class Script:
+    """An engine that samples the next text of a list; remembers what it was given after the parent's tokens."""
+
+    def __init__(self, chat: FolderChatText) -> None:
+        self.chat = chat
+        self.texts: list[str] = []
+        self.given: list[tuple[int | None, str]] = []
+
+    async def generate(self, parent: int | None, token_ids: list[int], max_tokens: int) -> Sampled:
+        self.given.append((parent, self.chat.decode(token_ids)))
+        tokens = self.chat.encode(self.texts.pop(0))[:max_tokens]
+        reason = "stop" if tokens[-1] == 2 else "length"
+        return Sampled(len(self.given) - 1, tokens, [-0.5] * len(tokens), reason)
 
 
 @pytest.fixture(scope="module")

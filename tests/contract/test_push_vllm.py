@@ -21,8 +21,8 @@ import pytest
 import torch
 from cases.held_port import held_port
 from cases.pushing import SMALL, command, environment, held
+from fakes.checkpoints import TINY, save_checkpoint
 from fakes.readable_engine import READER
-from fakes.sharded_checkpoints import TINY, save_checkpoint
 from fakes.vllm_oracle import vllm_loads
 from safetensors.torch import load_file, save_file
 

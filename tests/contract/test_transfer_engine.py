@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.sharded_checkpoints import TINY
+from fakes.checkpoints import TINY
 from safetensors.torch import save_file
 
 pytest.importorskip("vllm")

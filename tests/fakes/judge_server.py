@@ -50,13 +50,13 @@ ALWAYS = {
 """Behaviour -> answer."""
 
 
-class JudgeServer:
-    """What it was asked, and how it answers."""
+class AskedServer:
+    """What it was asked."""
 
     def __init__(self) -> None:
         self.url = ""
         self.asked: Counter[str] = Counter()
-        """Requests by response."""
+        """Requests by what the answer depends on."""
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str] = set()
         self.num_now = self.num_most = 0
@@ -65,15 +65,35 @@ class JudgeServer:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.num_now += 1
         self.num_most = max(self.num_most, self.num_now)
+        self.keys.add(request.headers.get("authorization", ""))
         try:
-            return await self._answer(request)
+            self.bodies.append(await request.json())
+            return await self.answer_to(self.bodies[-1], request)
         finally:
             self.num_now -= 1
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.keys.add(request.headers.get("authorization", ""))
+    async def answer_to(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def listening(server: AskedServer, *routes: web.RouteDef) -> AsyncIterator[None]:
+    app = web.Application()
+    app.add_routes(routes)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+class JudgeServer(AskedServer):
+    """Answers as the response under judgement says."""
+
+    async def answer_to(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         response = body["messages"][0]["content"].split("<<")[1].split(">>")[0]
         self.asked[response] += 1
         behaviour, number = response.partition(" #")[0], self.asked[response]
@@ -100,14 +120,5 @@ class JudgeServer:
 @asynccontextmanager
 async def judge_server() -> AsyncIterator[JudgeServer]:
     server = JudgeServer()
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", server.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
+    async with listening(server, web.post("/v1/chat/completions", server.answer)):
         yield server
-    finally:
-        await runner.cleanup()

@@ -5,7 +5,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,26 +40,6 @@ async def behave(task: Mapping[str, Any], session: Session) -> Any:
     return 0.5
 
 
-async def _raise(_: Session) -> NoReturn:
-    raise KeyError("no such thing")
-
-
-async def _end_python(_: Session) -> NoReturn:
-    sys.exit(3)
-
-
-async def _end_process(_: Session) -> NoReturn:
-    os._exit(3)
-
-
-async def _block(_: Session) -> None:
-    threading.Event().wait()
-
-
-async def _hang(_: Session) -> None:
-    await asyncio.sleep(600)
-
-
 async def _hang_for_ever(_: Session) -> NoReturn:
     print("waits for ever")
     while True:
@@ -70,18 +50,6 @@ async def _hang_for_ever(_: Session) -> NoReturn:
 async def _print(_: Session) -> None:
     tool = await asyncio.create_subprocess_exec("head", "-c", "1000000000", "/dev/zero")
     await tool.wait()
-
-
-async def _ask_for_much(session: Session) -> None:
-    await session.chat([{"role": "user", "content": "x" * 10_000_000}])
-
-
-async def _heat(session: Session) -> None:
-    await session.chat(GO, temperature=0.5)
-
-
-async def _wait(_: Session) -> None:
-    await asyncio.sleep(1)
 
 
 async def _go_on(session: Session) -> NoReturn:
@@ -99,10 +67,6 @@ async def _lose_patience(session: Session, under_way: Path) -> None:
     await session.chat(GO)
 
 
-async def _fork(session: Session) -> None:
-    await asyncio.gather(*(session.chat(GO) for _ in range(3)))
-
-
 async def _write_garbage(_: Session) -> None:
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
@@ -111,19 +75,19 @@ async def _write_garbage(_: Session) -> None:
 
 
 RETURNED = {"nan": float("nan"), "large": 10**400, "text": "1.0", "nothing": None}
-ACTS: dict[str, Callable[[Session], Awaitable[None]]] = {
-    "raise": _raise,
-    "sys.exit": _end_python,
-    "exit": _end_process,
-    "block": _block,
-    "hang": _hang,
+ACTS: dict[str, Callable[[Session], Any]] = {
+    "raise": lambda _: {}["no such thing"],
+    "sys.exit": lambda _: sys.exit(3),
+    "exit": lambda _: os._exit(3),
+    "block": lambda _: threading.Event().wait(),
+    "hang": lambda _: asyncio.sleep(600),
     "hang for ever": _hang_for_ever,
     "print": _print,
-    "huge": _ask_for_much,
-    "heat": _heat,
-    "wait": _wait,
+    "huge": lambda session: session.chat([{"role": "user", "content": "x" * 10_000_000}]),
+    "heat": lambda session: session.chat(GO, temperature=0.5),
+    "wait": lambda _: asyncio.sleep(1),
     "turns": _go_on,
-    "fork": _fork,
+    "fork": lambda session: asyncio.gather(*(session.chat(GO) for _ in range(3))),
     "garbage": _write_garbage,
 }
 """A row's column "what" -> what its agent does; another word: nothing."""

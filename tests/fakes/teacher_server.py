@@ -6,12 +6,13 @@ character a token, by `tokenize`.
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+
+from fakes.judge_server import AskedServer, listening
 
 Answer = dict[str, Any]
 
@@ -59,44 +60,31 @@ AT_FIRST = {
 BEHAVIOURS = ("good", "busy twice", "silent", *ALWAYS)
 
 
-class TeacherServer:
-    """What it was asked, and how it answers."""
+class TeacherServer(AskedServer):
+    """`asked` counts behaviours."""
 
     def __init__(self, tokenize: Callable[[str], list[int]]) -> None:
-        self.url = ""
+        super().__init__()
         self.tokenize = tokenize
         self.max_model_len: int | None = 4096
         self.models: object = None
         """What /models says; None: that there is `big`."""
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: set[str] = set()
-        self.asked: Counter[str] = Counter()
-        self.num_now = self.num_most = 0
-        """Requests at the same time: now, and at most."""
 
     async def list_models(self, request: web.Request) -> web.Response:
         self.keys.add(request.headers.get("authorization", ""))
         mine = {"object": "list", "data": [{"id": "big", "max_model_len": self.max_model_len}, {"id": "bigger"}]}
         return web.json_response(mine if self.models is None else self.models)
 
-    async def complete(self, request: web.Request) -> web.Response:
-        self.num_now += 1
-        self.num_most = max(self.num_most, self.num_now)
-        try:
-            body = await request.json()
-            self.keys.add(request.headers.get("authorization", ""))
-            self.bodies.append(body)
-            prompt = body["prompt"]
-            if isinstance(prompt, str):
-                return web.json_response(completion(self.tokenize(prompt)))
-            behaviour = BEHAVIOURS[prompt[0]] if prompt[0] < len(BEHAVIOURS) else "good"
-            self.asked[behaviour] += 1
-            await asyncio.sleep(600 if behaviour == "silent" else 0.01)
-            if (behaviour, self.asked[behaviour]) in AT_FIRST:
-                return AT_FIRST[behaviour, self.asked[behaviour]]()
-            return ALWAYS[behaviour](prompt) if behaviour in ALWAYS else web.json_response(completion(prompt))
-        finally:
-            self.num_now -= 1
+    async def answer_to(self, body: dict[str, Any], request: web.Request) -> web.Response:
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            return web.json_response(completion(self.tokenize(prompt)))
+        behaviour = BEHAVIOURS[prompt[0]] if prompt[0] < len(BEHAVIOURS) else "good"
+        self.asked[behaviour] += 1
+        await asyncio.sleep(600 if behaviour == "silent" else 0.01)
+        if (behaviour, self.asked[behaviour]) in AT_FIRST:
+            return AT_FIRST[behaviour, self.asked[behaviour]]()
+        return ALWAYS[behaviour](prompt) if behaviour in ALWAYS else web.json_response(completion(prompt))
 
 
 @asynccontextmanager
@@ -104,14 +92,6 @@ async def teacher_server(
     tokenize: Callable[[str], list[int]] = lambda text: [5] * len(text),
 ) -> AsyncIterator[TeacherServer]:
     server = TeacherServer(tokenize)
-    app = web.Application()
-    app.router.add_get("/v1/models", server.list_models)
-    app.router.add_post("/v1/completions", server.complete)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
+    routes = web.get("/v1/models", server.list_models), web.post("/v1/completions", server.answer)
+    async with listening(server, *routes):
         yield server
-    finally:
-        await runner.cleanup()

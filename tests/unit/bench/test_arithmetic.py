@@ -32,7 +32,7 @@ def sums(draw: st.DrawFn) -> tuple[Task, list[int], random.Random]:
 
 
 @given(sums())
-def test_a_working_goes_through_every_operand_and_every_result_stays_in_range(
+def test_a_working_goes_through_every_operand_within_the_range_and_is_right_unless_it_is_to_be_wrong(
     made: tuple[Task, list[int], random.Random],
 ) -> None:
     task, numbers, rng = made
@@ -45,24 +45,22 @@ def test_a_working_goes_through_every_operand_and_every_result_stays_in_range(
     for *_, c in steps:
         assert 0 <= int(c) <= task.largest
 
-
-@given(sums())
-def test_without_wrong_steps_a_working_ends_with_the_answer(made: tuple[Task, list[int], random.Random]) -> None:
-    task, numbers, rng = made
-    said = working(numbers, 0.0, task.largest, rng)
-    assert said.endswith(f";#{sum(numbers)}")
-    assert all(eval(a + b) == int(c) for a, b, c in STEP.findall(said))
+    right = working(numbers, 0.0, task.largest, rng)
+    assert right.endswith(f";#{sum(numbers)}")
+    assert all(eval(a + b) == int(c) for a, b, c in STEP.findall(right))
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
-def test_answers_are_right_and_no_sum_is_there_twice(size: Task) -> None:
-    train, heldout = make_rows(dataclasses.replace(size, **FEW))
-    assert (len(train), len(heldout)) == (300, 60)
-    assert len({row["prompt"] for row in train + heldout}) == 360
+def test_answers_are_right_no_sum_is_there_twice_and_demonstrations_leave_something_to_find(size: Task) -> None:
+    """A model that imitates them is to start below 0.3, and above what a group of 16 never sees."""
+    size = dataclasses.replace(size, num_train=2000, num_heldout=60)
+    train, heldout = make_rows(size)
+    assert (len(train), len(heldout), len({row["prompt"] for row in train + heldout})) == (2000, 60, 2060)
     for row in train + heldout:
         assert str(eval(row["prompt"].removesuffix("="))) == row["answer"]
-    assert (train, heldout) == make_rows(dataclasses.replace(size, **FEW))
-    assert (train, heldout) != make_rows(dataclasses.replace(size, **FEW, seed=size.seed + 1))
+    assert 0.05 < share_right(train) < 0.3
+    assert (train, heldout) == make_rows(size)
+    assert (train, heldout) != make_rows(dataclasses.replace(size, seed=size.seed + 1))
 
 
 @pytest.mark.parametrize(
@@ -79,13 +77,6 @@ def test_answers_are_right_and_no_sum_is_there_twice(size: Task) -> None:
 def test_a_task_that_cannot_be_made_is_refused_in_words(change: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_rows(dataclasses.replace(SMALL, **change))
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
-def test_demonstrations_leave_room_and_something_to_find(size: Task) -> None:
-    """A model that imitates them is to start below 0.3, and above what a group of 16 never sees."""
-    train, _ = make_rows(dataclasses.replace(size, num_train=2000))
-    assert 0.05 < share_right(train) < 0.3
 
 
 @pytest.fixture(scope="module")
@@ -131,28 +122,15 @@ def test_the_longest_response_and_its_end_fit(suffix: str) -> None:
     assert len(["<bos>"]) + len(number) + size.most_steps * len(f"+{number}") + len("=") <= config.max_prompt_tokens
 
 
+RIGHT = ["3+4=7;7-2=5;#5", "3+4=8;8-3=5;#5", "#5", "#6#5"]
+WRONG = ["3+4=7;7-2=5;#6", "5", "", "#", "#5#6", "#0#1#2#3#4#5#6#7#8#9", "#5;", "#5 ", "#05", "#-5", "#\u0665"]
+"""One answer, and it is the last thing that is said. The last one is a digit five of another script."""
+
+
 @pytest.mark.parametrize("suffix", ["", "_gpu"])
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("3+4=7;7-2=5;#5", 1),
-        ("3+4=8;8-3=5;#5", 1),  # only the answer counts
-        ("#5", 1),
-        ("3+4=7;7-2=5;#6", 0),
-        ("5", 0),
-        ("", 0),
-        ("#", 0),
-        ("#5#6", 0),  # one answer, and it is the last thing that is said
-        ("#6#5", 1),
-        ("#0#1#2#3#4#5#6#7#8#9", 0),
-        ("#5;", 0),
-        ("#5 ", 0),
-        ("#05", 0),
-        ("#-5", 0),
-        ("#\u0665", 0),  # a digit five of another script
-    ],
-)
-def test_the_reward_is_of_the_last_result_alone(suffix: str, response: str, reward: float) -> None:
+def test_the_reward_is_of_the_last_result_alone(suffix: str) -> None:
     score = load_reward(load_run_config([f"experiment=arithmetic_grpo{suffix}"]).reward).function
-    found, _ = score("3+4-2=", response, {"answer": "5", "response": "3+4=7;7-2=5;#5"})
-    assert found == reward
+    for responses, reward in ((RIGHT, 1), (WRONG, 0)):
+        for response in responses:
+            found, _ = score("3+4-2=", response, {"answer": "5", "response": "3+4=7;7-2=5;#5"})
+            assert found == reward, response

@@ -8,8 +8,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from fakes.clock import on_jumping_clock, turns
-from fakes.fleet import until
-from fakes.restarts import PROMPT, Cast, serving
+from fakes.fleet import PROMPT, Cast, serving, until
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
 from fakes.world import World

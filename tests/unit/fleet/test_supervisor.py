@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.clock import on_jumping_clock, turns
-from fakes.fleet import until
-from fakes.restarts import PROMPT, Cast, broken_link, serving
+from fakes.fleet import PROMPT, Cast, broken_link, serving, until
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker
 

@@ -5,8 +5,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from fakes.clock import turns
-from fakes.fleet import until
-from fakes.restarts import PROMPT, broken_link, serving
+from fakes.fleet import PROMPT, broken_link, serving, until
 from fakes.trainer import outcome
 from fakes.workers import FakeWorker, an_offer
 

@@ -101,32 +101,6 @@ def test_what_a_page_says_can_be_pasted(page: str, place: Place, capsys: pytest.
     assert not problems, "\n\n".join(problems)
 
 
-@pytest.mark.parametrize(
-    ("language", "text", "message"),
-    [
-        ("", "slipstream train experiment=quickstart \\\n    run.num_step=3", "slipstream train"),
-        ("", "slipstream eval runs/latest --checkpoint 7", "slipstream eval"),
-        ("", "slipstream stop runs/latest --now", "slipstream stop"),
-        ("", "make everything", "the Makefile has no everything"),
-        ("", "frobnicate --now", "neither a command"),
-        ("", '{"prompt": "2 + 2 ="}\n{"prompts": "a"}', "no reader takes it"),
-        ("", "trainer:\n  lora: {ranks: 3}", "slipstream train"),
-        ("python", "from slipstream.rollout.agents.session import Sessions", "no attribute 'Sessions'"),
-        (
-            "python",
-            "from slipstream.weight_sync.api import Sender\nSender(a, b, kex=1)",
-            "unexpected keyword argument 'kex'",
-        ),
-        ("python", "def own(groups):  # algorithm.advantage=own.py:owm\n    return []", "slipstream train"),
-    ],
-)
-def test_what_cannot_be_pasted_is_found(language: str, text: str, message: str, place: Place) -> None:
-    place.write("own.py", text)
-    block = Block("a.md", 1, language, tuple(text.splitlines()))
-    with pytest.raises((Exception, SystemExit), match=message):
-        paste_of(block)(block, place)
-
-
 def test_every_page_has_blocks_and_no_exception_is_stale() -> None:
     blocks = {page: list(blocks_of(page)) for page in PAGES}
     assert all(blocks.values())

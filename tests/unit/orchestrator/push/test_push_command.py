@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.sharded_checkpoints import TINY, save_checkpoint
+from fakes.checkpoints import TINY, save_checkpoint
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device

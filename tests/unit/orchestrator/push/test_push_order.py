@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.sharded_checkpoints import TINY, save_checkpoint
+from fakes.checkpoints import TINY, save_checkpoint
 
 from slipstream.orchestrator.errors import PushError
 from slipstream.orchestrator.machine import Machine
