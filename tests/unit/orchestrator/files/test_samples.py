@@ -113,6 +113,14 @@ def test_a_step_takes_its_bytes_at_most(tmp_path: Path) -> None:
     assert [bool(row.get("cut")) for row in rows_of(folder)] == [True] * 3 + [False] * 3
 
 
+def test_a_step_whose_rows_are_all_too_long_takes_its_bytes_at_most(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    log = SampleLog(folder, after_step=0, most=9, most_bytes=30_000)
+    log.write(1, 1, [group(num_tokens=4000)] * 9, [], {})
+    log.close()
+    assert len(rows_of(folder)) == 9 and folder.samples.stat().st_size <= 30_000
+
+
 def test_a_text_that_lost_its_middle_says_how_much_of_it_is_left_out() -> None:
     """However often it was halved until the row fitted; the row itself keeps its texts."""
     turns = (Turn(None, [1], 2, given="g" * 9000, said="s" * 7000), Turn(0, [1], 1, given="h" * 5000, said="t" * 3000))
