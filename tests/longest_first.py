@@ -51,7 +51,6 @@ LONGEST_FIRST = (
     "system/test_ray_nodes.py",
     "system/test_workers.py",
     "system/test_agents.py",
-    "system/test_adapter_recovery.py",
     "system/test_adapter_mode.py",
 )
 
