@@ -9,6 +9,7 @@ from slipstream.conf.load import check_model_reads_overrides, load_run_config
 
 BITWISE = "parity=bitwise cluster.device=cuda trainer.num_ranks=1 trainer.ep_size=1"
 DISTILL = "algorithm=distill algorithm.teacher.base_url=http://127.0.0.1:8000/v1 algorithm.teacher.model=big"
+CUT_EXPERTS = ["model.hf_config.moe_intermediate_size=62", "rollout.tp_size=4"]
 # fmt: off
 CASES = [
     ("trainer=full trainer.num_ranks=1 trainer.ep_size=1 trainer.numerics.match=merged", "trainer.numerics.match=merged needs trainer.mode=lora"),
@@ -102,6 +103,7 @@ CASES = [
     ("cluster.device=cuda weight_sync.mode=adapter trainer.lora.attention_rank=200", "adapters of experts up to rank 128.*which is 256 here.*trainer.lora.targets without experts"),
     ("experiment=kimi_k2_thinking_lora weight_sync.mode=merged", "INT4 engines accept adapter mode only"),
     ("trainer.lora.targets=[qproj]", "trainer.lora.targets has no 'qproj'. Did you mean q_proj.$"),
+    ("cluster.device=cuda weight_sync.mode=adapter trainer.lora.expert_rank=16 trainer.lora.rank=129", "adapters of experts up to rank 128, and .*which is 256 here"),
     ("trainer.lora.rank=513", "routed experts take adapters of rank 512 at most, got 513.*expert_rank=512 or lower"),
     ("weight_sync.mode=adapter", "CPU engine serves no adapters in a model with experts.*model=tiny_qwen3"),
     ("model=tiny_qwen3 trainer.ep_size=1 weight_sync.mode=adapter weight_sync.pause_mode=keep_kv", "weight_sync.pause_mode=keep_kv needs weight_sync.mode=merged"),
@@ -265,6 +267,9 @@ def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
         [*DISTILL.split(), "algorithm=dapo", "algorithm.distill_coef=0.1"],
         ["algorithm.epochs_per_step=2", "algorithm.loss=gspo", "algorithm.clip_low=0.1"],
         ["model=tiny_deepseek_v3", "trainer.lora.targets=[mlp]"],  # the dense ones
+        ["cluster.device=cuda", "weight_sync.mode=adapter", "trainer.lora.expert_rank=16", "trainer.lora.rank=128"],
+        ["cluster.device=cuda", "trainer.lora.expert_rank=16", "trainer.lora.rank=129"],
+        ["cluster.device=cuda", *CUT_EXPERTS, "rollout.enable_expert_parallel=true"],  # ranks hold experts whole
         *([f"algorithm.correction={one}", "parity.mask_log_ratio=1"] for one in ("none", "tis", "sequence_tis")),
     ],
 )

@@ -16,7 +16,6 @@ from slipstream.conf.checks.model import (
     of_trainer,
     packing_of,
 )
-from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunConfig
 
@@ -68,18 +67,6 @@ def test_the_last_value_is_right_and_the_next_is_refused(
     assert list(rules(config, right)) == []
     (problem,) = rules(config, wrong)
     assert re.search(message, problem), problem
-
-
-@pytest.mark.parametrize(("rank", "is_right"), [(128, True), (129, False)])
-def test_slots_of_experts_have_kernels_up_to_a_rank(rank: int, is_right: bool) -> None:
-    words = ["experiment=quickstart_gpu", "weight_sync.mode=adapter", "trainer.lora.expert_rank=16"]
-    words += [f"trainer.lora.rank={rank}"]
-    if is_right:
-        load_run_config(words)
-        return
-    with pytest.raises(ConfigError, match=r"adapters of experts up to rank 128, and .* which is 256 here"):
-        load_run_config(words)
-    load_run_config([*words, "weight_sync.mode=merged"])
 
 
 def test_values_that_are_keys_have_no_slot() -> None:

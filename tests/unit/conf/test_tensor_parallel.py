@@ -6,7 +6,6 @@ import pytest
 
 from slipstream.conf.checks.tensor_parallel import check_tp_size_fits_model, num_kv_heads_of
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.load import load_run_config
 
 GQA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 12, "hidden_size": 384}
 MOE: dict[str, Any] = {**GQA, "model_type": "qwen3_moe", "num_experts": 8}
@@ -81,14 +80,6 @@ def test_sizes_that_engines_can_build_are_allowed(
     check_tp_size_fits_model("--tp", tp_size, config, is_expert_parallel=is_expert_parallel)
 
 
-def test_expert_parallelism_is_proposed_where_engines_can_do_it() -> None:
-    config = {**MOE, "moe_intermediate_size": 100}
-    with pytest.raises(ConfigError, match="with expert parallelism it can be 1, 2, 3"):
-        check_tp_size_fits_model("--tp", 3, config)
-    with pytest.raises(ConfigError, match=r"it can be 1, 2, 4$"):
-        check_tp_size_fits_model("--tp", 3, config, can_split_experts=False)
-
-
 def test_layers_that_conversion_left_out_need_no_blocks() -> None:
     quantization = {**FP8["quantization_config"], "modules_to_not_convert": ["model.layers.0.mlp.gate_proj"]}
     config = {**GQA, "head_dim": 128, "intermediate_size": 192, "quantization_config": quantization}
@@ -101,8 +92,3 @@ def test_layers_that_conversion_left_out_need_no_blocks() -> None:
 def test_key_value_heads_default_to_all_heads() -> None:
     assert num_kv_heads_of(GQA) == 12
     assert num_kv_heads_of(LATENT) is None
-
-
-def test_experts_that_ranks_hold_whole_are_not_cut() -> None:
-    words = ["model.hf_config.moe_intermediate_size=62", "rollout.tp_size=4", "cluster.device=cuda"]
-    load_run_config(["experiment=quickstart", *words, "rollout.enable_expert_parallel=true"])

@@ -1,6 +1,9 @@
-"""What `slipstream parity` compares, and what it says of it. No engine is started."""
+"""What `slipstream parity` compares, and what it says of it and meanwhile. No engine is started."""
 
 import json
+import os
+import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +15,12 @@ from safetensors.numpy import save_file
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config, resolved_yaml
 from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.files.outputs import output_in
 from slipstream.orchestrator.files.run_folder import RunFolder, write_description
 from slipstream.orchestrator.parity.command import ParityOptions, load_config, run_parity
 from slipstream.orchestrator.parity.compare import difference, verdict
 from slipstream.orchestrator.parity.measure import ParityReport, Sampled, Swap, agreements
+from slipstream.orchestrator.parity.progress import Count, telling
 from slipstream.orchestrator.parity.report import print_report, write_files
 
 TINY = ["model=tiny_qwen3_moe", "data=letters"]
@@ -126,3 +131,35 @@ def test_the_report_names_the_place_in_tables_file_and_picture(tmp_path: Path, c
     assert [one["relative"] for one in written["differences"]] == pytest.approx([0.0, 0.01, 0.0], rel=1e-4)
     assert picture.read_bytes().startswith(b"\x89PNG")
     write_files(replace(report, matrix=agreements([Sampled(1, (1, 2), (-1.0,), (-1.0,))], {})), tmp_path)
+
+
+def test_a_part_is_told_as_it_begins_and_then_how_far_it_is() -> None:
+    said, is_told, count = list[str](), threading.Event(), Count(60)
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text == "trainer: passes: 5 of 60":
+            is_told.set()
+
+    with telling(say, "trainer: passes", lambda: str(count), every_s=0.001):
+        count.done = 5
+        assert is_told.wait(60)
+    assert said[0] == "trainer: passes"
+
+
+def test_nothing_is_told_after_a_part_that_failed() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError), telling(lambda text: None, "engine: start", lambda: "", every_s=3600):
+        raise RuntimeError
+    assert set(threading.enumerate()) <= before
+
+
+def test_output_of_children_goes_into_the_file_and_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    file = tmp_path / "engine.log"
+    with pytest.raises(RuntimeError), output_in(file):
+        os.write(1, b"own ")
+        subprocess.run(["sh", "-c", "printf child; printf error >&2"], check=True)
+        raise RuntimeError
+    os.write(2, b"on the terminal")
+    assert file.read_bytes() == b"own childerror"
+    assert capfd.readouterr() == ("", "on the terminal")
