@@ -158,7 +158,8 @@ class Transaction:
             self._clients.call(ReplicaVerbs.abort, asked, dict.fromkeys(unserved, MIN_COMMIT_S))
         for replica in self.replicas:
             if replica.error is not None and replica.error != EXCLUDED:
-                logger.error("%s: %s did not commit: %s", self._name, replica.endpoint, replica.error)
+                said = self._publish.version, self._publish.epoch, replica.endpoint, replica.error
+                logger.error("version %d, epoch %d: %s did not commit: %s", *said)
 
     def _commit(self, ready: Sequence[int], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
         asked = {number: (self._publish, expected_of(number)) for number in ready}
