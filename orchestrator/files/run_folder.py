@@ -60,6 +60,9 @@ from slipstream.orchestrator.machine import installed
 
 logger = logging.getLogger(__name__)
 
+WARM_UP, WARM_UP_OF = "trainer.optim.warmup_steps", "warm_up_of"
+"""An option, and in environment.json the share that it was before a resume with another run.num_steps."""
+
 _BEGAN = "%Y%m%d-%H%M%S"
 """In the name of a run's folder."""
 _PACKAGES = (
@@ -175,9 +178,28 @@ def follow_latest(config: RunConfig) -> RunConfig:
 
 def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]) -> None:
     """Write config.yaml and environment.json. Done before anything is started, so that a failed run explains itself."""
+    share = _share_that_was_kept(folder, config)
     write_whole(folder.config, yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
-    environment = describe_environment(overrides) | {"weights": weights_of(config)}
+    environment = describe_environment(overrides) | {"weights": weights_of(config), WARM_UP_OF: share}
     write_whole(folder.environment, json.dumps(environment, indent=2) + "\n")
+
+
+def _share_that_was_kept(folder: RunFolder, config: RunConfig) -> float | None:
+    """The share of a run's updates whose number a resume has kept as its warm-up (inputs/resumed.py), by the
+    description of the part before; None of any other warm-up."""
+    if not folder.config.is_file():
+        return None
+    try:
+        before = dict(flatten(saved_options(folder.root)))
+    except ConfigError:
+        return None
+    given, num_steps, optim = before.get(WARM_UP), before.get("run.num_steps"), config.trainer.optim
+    if given == optim.warmup_steps:
+        return object_in(folder.environment).get(WARM_UP_OF)
+    if not isinstance(given, float) or not 0 < given < 1 or not isinstance(num_steps, int):
+        return None
+    number = replace(optim, warmup_steps=given).warmup_updates(num_steps * config.algorithm.updates_per_step)
+    return given if number == optim.warmup_steps else None
 
 
 def keep_description(folder: RunFolder) -> dict[Path, Path]:

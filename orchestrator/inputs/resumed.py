@@ -11,14 +11,14 @@ from dataclasses import replace
 import yaml
 
 from slipstream.conf.errors import SlipstreamError
-from slipstream.conf.json_files import object_or_empty
+from slipstream.conf.json_files import object_in, object_or_empty
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.checkpoints.journal import waits_for
-from slipstream.orchestrator.checkpoints.object_store import CONFIG, ObjectStore
+from slipstream.orchestrator.checkpoints.object_store import CONFIG, ENVIRONMENT, ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import Resumable, checkpoints_of
 from slipstream.orchestrator.data.streams import Item
 from slipstream.orchestrator.data.training_stream import Items, check_goes_on
-from slipstream.orchestrator.files.run_folder import RunFolder, flatten, resumed_folder
+from slipstream.orchestrator.files.run_folder import WARM_UP, WARM_UP_OF, RunFolder, flatten, resumed_folder
 
 
 def resumable(config: RunConfig) -> Resumable | None:
@@ -39,18 +39,25 @@ def with_its_warm_up(config: RunConfig) -> RunConfig:
     if root is None or not 0 < optim.warmup_steps < 1:
         return config
     try:
-        saved = RunFolder(root.resolve()).config
-        text = saved.read_text() if saved.is_file() else ObjectStore(str(config.run.resume)).text(CONFIG)
+        folder, store = RunFolder(root.resolve()), ObjectStore(str(config.run.resume))
+        is_here = folder.config.is_file()
+        text = folder.config.read_text() if is_here else store.text(CONFIG)
         before = dict(flatten(object_or_empty(yaml.safe_load(text or ""))))
+        environment = object_in(folder.environment) if is_here else store.document(ENVIRONMENT)
     except (OSError, ValueError, yaml.YAMLError, SlipstreamError):  # check_run_folder says so
         return config
-    num_steps = before.get("run.num_steps")
+    num_steps, given = before.get("run.num_steps"), before.get(WARM_UP)
+    if environment.get(WARM_UP_OF) == optim.warmup_steps and isinstance(given, float):  # kept by a resume before
+        return _with_warm_up(config, given)
     if not isinstance(num_steps, int) or num_steps in (0, config.run.num_steps):
         return config
-    if before.get("trainer.optim.warmup_steps") != optim.warmup_steps:  # the user's own
+    if given != optim.warmup_steps:  # the user's own
         return config
-    num_updates = optim.warmup_updates(num_steps * config.algorithm.updates_per_step)
-    optim = replace(optim, warmup_steps=float(num_updates))
+    return _with_warm_up(config, optim.warmup_updates(num_steps * config.algorithm.updates_per_step))
+
+
+def _with_warm_up(config: RunConfig, num_updates: float) -> RunConfig:
+    optim = replace(config.trainer.optim, warmup_steps=float(num_updates))
     return replace(config, trainer=replace(config.trainer, optim=optim))
 
 

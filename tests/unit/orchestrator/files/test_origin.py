@@ -23,7 +23,7 @@ from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.origin import check_weights
-from slipstream.orchestrator.files.run_folder import RunFolder, write_description
+from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, write_description
 from slipstream.orchestrator.inputs.preflight import check_run_folder
 from slipstream.orchestrator.inputs.resumed import with_its_warm_up
 from slipstream.orchestrator.machine import HERE
@@ -115,6 +115,30 @@ def test_a_warm_up_that_is_a_share_of_the_run_stays_as_long_as_it_was(
     assert with_its_warm_up(replace(resumed, run=run)).trainer.optim.warmup_steps == kept
     (tmp_path / "run" / "config.yaml").write_text("run: [")
     assert with_its_warm_up(resumed) == resumed, "what is damaged is told elsewhere"
+
+
+@pytest.mark.parametrize("is_in_store", [False, True])
+def test_a_command_given_again_keeps_the_warm_up_that_it_kept_before(
+    config: RunConfig, tmp_path: Path, is_in_store: bool
+) -> None:
+    """It says the share still, and nothing has changed: processes that wait for a controller can be used."""
+    folder = RunFolder(tmp_path / "run")
+    write_description(folder, with_warm_up(config, 9, 0.5), [])
+    again, kept = with_warm_up(config, 90, 0.5), with_warm_up(config, 90, 4.0)
+    for _ in range(2):
+        write_description(folder, with_its_warm_up(again), [])
+        assert with_its_warm_up(again) == kept
+        assert changed_options(folder, with_its_warm_up(again)) == []
+    assert with_its_warm_up(with_warm_up(config, 900, 0.5)) == with_warm_up(config, 900, 4.0)
+    for own in (0.25, 7.0):
+        assert with_its_warm_up(with_warm_up(config, 90, own)) == with_warm_up(config, 90, own)
+    if is_in_store:
+        remote = ObjectStore((tmp_path / "store" / "run").as_uri())
+        remote.send(tmp_path / "run" / "checkpoints" / "step-000003", lambda send: send())
+        run = replace(again.run, dir=str(tmp_path / "here"), resume=remote.url, checkpoint_dir=remote.url[:-4])
+        assert with_its_warm_up(replace(again, run=run)).trainer.optim.warmup_steps == 4.0
+    write_description(folder, with_warm_up(config, 90, 7.0), [])
+    assert with_its_warm_up(again) == again, "a number of the user's own is no share"
 
 
 def test_a_resume_from_a_store_knows_which_weights_the_run_began_from(config: RunConfig, tmp_path: Path) -> None:
