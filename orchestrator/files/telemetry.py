@@ -5,7 +5,7 @@
                                     +-> a progress line  with the time left
 
 Owns: where rows go. Does not own: what is in a row (step_rows.py, metrics_catalogue.py, samples.py, timeline.py), how
-rows are sent elsewhere (loggers/), the log (run_log), the picture at the end (curves).
+rows are sent elsewhere (loggers.py), the log (run_log), the picture at the end (curves).
 Invariant: rows are in step order, one each. Tests and plots read metrics.jsonl, never stdout.
 """
 
