@@ -163,6 +163,7 @@ def _be_forked(worker_pid: int, connection: socket.socket) -> None:
 def log_to_stderr(name: str) -> None:
     """Write the log of this process to stderr, which Ray keeps in a file for each actor."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname).1s [{name}] %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it has a line for every request
 
 
 async def _serve(connection: socket.socket, options: WorkerOptions, seed: int, host: str) -> None:

@@ -1,6 +1,7 @@
 """Locks: a worker is told to go by a file that appears, or by a URL that answers 200; nothing else is a notice."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.rollout.notice import tell_of_notice
+from slipstream.rollout.worker_process import log_to_stderr
 from slipstream.rollout.worker_verbs import NOTICE
 
 
@@ -49,6 +51,9 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
 async def test_a_url_that_answers_200_is_a_notice_and_every_other_answer_is_none(
     metadata: Metadata, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.NOTSET, "httpx")
+    log_to_stderr("rollout-0")  # as in a worker's process
     told: list[str] = []
     url = f"http://127.0.0.1:{metadata.server_port}/latest/meta-data/spot/instance-action"
     watching = asyncio.create_task(tell_of_notice(url, told.append, every_s=0.01))
