@@ -6,6 +6,7 @@ Owns: how that is looked at. Does not own: what a worker does then (worker.py), 
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,8 @@ async def tell_of_notice(where: str, tell: Callable[[str], None], *, every_s: fl
     """Look until there is a notice; then `tell(NOTICE)`. A machine's metadata service is on the machine's own link: no
     proxy can reach it."""
     said = ""
-    with httpx.Client(trust_env=False, timeout=_ANSWER_S, follow_redirects=True) as client:
+    verify = ssl.create_default_context()  # trusts whom the machine trusts
+    with httpx.Client(trust_env=False, verify=verify, timeout=_ANSWER_S, follow_redirects=True) as client:
         while True:
             is_there, found = await asyncio.to_thread(_looked, where, client)
             if is_there:
