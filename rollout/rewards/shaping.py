@@ -25,5 +25,5 @@ def shape(config: RewardConfig, num_tokens: int, max_tokens: int) -> dict[str, f
         punishment = overlong_punishment(num_tokens, max_tokens=max_tokens, overlong_tokens=config.overlong_tokens)
         added["overlong_penalty"] = config.overlong_penalty * punishment
     if config.length_penalty:
-        added["length_penalty"] = config.length_penalty * -num_tokens / max_tokens
+        added["length_penalty"] = config.length_penalty * (-num_tokens / max_tokens)
     return added

@@ -30,3 +30,4 @@ def test_shaping_is_weighted_and_off_by_default():
     config = RewardConfig(overlong_tokens=10, overlong_penalty=0.5, length_penalty=0.2)
     assert shape(config, 95, 100) == pytest.approx({"overlong_penalty": -0.25, "length_penalty": -0.19})
     assert shape(config, 0, 100) == {"overlong_penalty": 0.0, "length_penalty": 0.0}
+    assert shape(RewardConfig(length_penalty=0.1), 1, 7) == {"length_penalty": 0.1 * (-1 / 7)}, "rounded as it ever was"
