@@ -216,6 +216,13 @@ def test_json_holds_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["predicted_s"]["total"] >= found["predicted_s"]["receiver_floor"]
 
 
+def test_layouts_are_kept_where_the_command_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recorder = Mock(side_effect=row_layouts)
+    monkeypatch.setattr(estimate, "offline_layouts", recorder)
+    assert main(["plan", *QUICK, "--layout-cache", str(tmp_path / "kept")]) == 0
+    assert recorder.call_args.args[1] == tmp_path / "kept"
+
+
 def test_rates_and_slow_ranks_of_the_command_line_reach_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     def total(*flags: str) -> float:
         assert main(["plan", *QUICK, "--json", *flags]) == 0
