@@ -41,6 +41,7 @@ class ToolCall:
     """As the model wrote them where that is not a JSON object."""
 
     def result(self, content: object) -> JsonObject:
+        """The message that answers this call."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": str(content)}
 
 
