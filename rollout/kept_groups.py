@@ -138,5 +138,5 @@ def _is_good(task: asyncio.Task[list[Rollout]]) -> bool:
 
 
 def _version_of(rollouts: list[Rollout]) -> int:
-    """Of the last token; -1 without any."""
+    """The newest version that sampled the last token of a rollout; -1 if none has a token."""
     return max((one.policy_versions[-1] for one in rollouts if one.policy_versions), default=-1)

@@ -87,7 +87,7 @@ def plain_list(value: Any) -> list[Any] | None:
 
 
 def no_number(rule: str, value: object) -> Outcome:
-    """Of a value that breaks the rule."""
+    """The outcome that says which rule a value breaks."""
     kind = type(value).__name__
     return Outcome(NOT_A_NUMBER, report=f"{rule}, got {kind}: {reprlib.repr(value)}", place=f"got {kind}")
 

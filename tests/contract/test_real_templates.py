@@ -143,7 +143,7 @@ FAMILIES = {
 
 @dataclass
 class Requests:
-    """Of one conversation to an engine, which answers tokens with a response."""
+    """Stands in for an engine: answers the tokens of one conversation with a response."""
 
     answer: Callable[[list[int]], Awaitable[Rollout]]
     given: list[list[int]] = field(default_factory=list)

@@ -6,6 +6,7 @@ The response names the behaviour, and after "#" what makes it different from oth
 import asyncio
 import email.utils
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -50,7 +51,7 @@ ALWAYS = {
 """Behaviour -> answer."""
 
 
-class AskedServer:
+class AskedServer(ABC):
     """What it was asked."""
 
     def __init__(self) -> None:
@@ -72,8 +73,9 @@ class AskedServer:
         finally:
             self.num_now -= 1
 
+    @abstractmethod
     async def answer_to(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-        raise NotImplementedError
+        """What a body is answered with."""
 
 
 @asynccontextmanager

@@ -124,12 +124,12 @@ class BlockScales:
 
     @property
     def num_bytes(self) -> int:
-        """Of the scales, and of begin()'s mask and all-reduced blocks."""
+        """What the scales take, with begin()'s mask and all-reduced blocks."""
         return held_bytes(len(self._flat), self._num_shared)
 
     @property
     def scratch_bytes(self) -> int:
-        """Of one step of compute() or of a write, without the merge's own."""
+        """What one step of compute() or a write takes, without the merge's own."""
         return scratch_bytes((stack.num_columns for stack in self._stacks.values()), self._device.type)
 
     def shards(self) -> list[SourceShard]:

@@ -80,7 +80,7 @@ class BlockFp8:
         return not module.rsplit(".", 1)[-1].endswith(_NEVER)
 
     def shapes(self, tensors: Iterable[TensorMeta]) -> dict[str, tuple[int, ...]]:
-        """Of every tensor that is quantized, in the order of the checkpoint."""
+        """The shape of every tensor that is quantized, in the order of the checkpoint."""
         return {meta.name: meta.shape for meta in tensors if self.quantizes(meta.name, meta.shape)}
 
 

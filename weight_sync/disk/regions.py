@@ -14,7 +14,7 @@ from slipstream.weight_sync.layout import DTYPE_BYTES, Region
 
 
 class RegionReader:
-    """Of a folder with safetensors files. Raises ConfigError if it lacks one of the wanted tensors."""
+    """Reads rectangles of tensors from a folder of safetensors files. Raises ConfigError if a wanted one is missing."""
 
     def __init__(self, folder: Path, wanted: Iterable[str]) -> None:
         names = list(wanted)

@@ -38,7 +38,7 @@ class Landing:
     """This rank's part of an engine rank's zone, in one publish."""
 
     address: int
-    """Of the whole zone."""
+    """Where the whole zone begins."""
     first: int
     stop: int
     """This rank's part, in bytes from the address."""

@@ -135,7 +135,7 @@ class Replay:
         self._write_lock = SharedLock()
         self._free = FreeSlots(slots.quarantined)
         self._seconds = {dest: result.report.write_s.get(dest[0], 0.0) for dest in served}
-        """Of writing to each destination."""
+        """How long writes to each destination took."""
         self._written = {dest: np.zeros(len(slots.entries[dest].sizes), np.bool_) for dest in served}
         """The entries that reached each destination."""
         self._sent_bytes = dict.fromkeys(served, 0)

@@ -73,7 +73,7 @@ class Entries:
     param: Ints
     """Index in `params`."""
     offset: Ints
-    """Of the first byte, in the parameter."""
+    """Where its first byte lies in the parameter."""
     sizes: Ints
     packets: Ints
     """Index of the packet in the schedule."""

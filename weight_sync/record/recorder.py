@@ -370,7 +370,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _meta_storage(tensor: object) -> int:
-    """Of a tensor without data; -1 of anything else."""
+    """The storage of a tensor on meta; -1 for anything else."""
     return storage_of(tensor) if isinstance(tensor, Tensor) and tensor.device.type == "meta" else -1
 
 

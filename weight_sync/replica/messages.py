@@ -82,7 +82,7 @@ class Planned:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Planned:
-        """Of the parameters and their bytes, in the layout's order."""
+        """What is written into parameters of these bytes, in the layout's order."""
         return cls(hashlib.sha256(pack(dict(sizes))).hexdigest(), np.array(list(sizes.values()), np.int64))
 
     def write(self, num_bytes: Ints, hashes: Ints | None) -> Expected:

@@ -67,7 +67,7 @@ class Pulled:
     verify_s: float
 
     def then(self, other: Pulled) -> Pulled:
-        """Of two pulls, one after the other."""
+        """Both pulls as one: this one, then the other."""
         return Pulled(self.num_bytes + other.num_bytes, self.read_s + other.read_s, self.verify_s + other.verify_s)
 
 

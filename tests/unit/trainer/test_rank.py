@@ -162,7 +162,7 @@ def test_values_of_tokens_that_do_not_count_are_never_read():
 
 
 def test_scores_are_log_probabilities_at_the_temperature_of_sampling():
-    """Of logits that the model bounds, too."""
+    """The model bounds its logits, and scores follow."""
     rank, sample = make_rank(hf_config={**GEMMA4, "final_logit_softcapping": 1.0}), make_samples(3)[2]
     ((score,),) = rank.score([[sample]], 0)
     tokens = torch.from_numpy(sample.token_ids).long()

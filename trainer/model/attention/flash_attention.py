@@ -73,7 +73,7 @@ class AttentionCall:
 
 
 Values = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, ...]]
-"""Of q [T, N, D], k and v: the output [T, N, V], then logs of sums as the gradients' function takes them."""
+"""Takes q [T, N, D], k and v; gives the output [T, N, V], then logs of sums as the gradients' function takes them."""
 Gradients = Callable[..., Sequence[Tensor]]
 """Gradients of q, k and v, of (dout, q, k, v, out, logs of sums, AttentionCall)."""
 EngineKernel = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor]]

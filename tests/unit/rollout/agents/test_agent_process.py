@@ -29,7 +29,7 @@ from slipstream.rollout.user_processes.user_process import Lost
 
 
 async def told(returns: Any) -> Outcome | None:
-    """Of an agent that returns this, or raises it."""
+    """The answer of an agent that returns this, or raises it."""
 
     async def agent(task: dict[str, Any], session: Any) -> Any:
         assert task == {"prompt": "p"}

@@ -137,7 +137,7 @@ def figures(rank: TrainerRank, versions: Sequence[int], quantization: BlockFp8 |
 
 
 def figure(rank: TrainerRank, quantization: BlockFp8 | None = None) -> float | None:
-    """Of three versions."""
+    """The one figure that three versions give."""
     found = [value for value in figures(rank, range(3), quantization) if value is not None]
     return sum(found) / 3 if len(found) == 3 else None
 

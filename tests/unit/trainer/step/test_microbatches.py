@@ -105,7 +105,7 @@ def test_a_spread_that_is_stuck_with_a_bin_more_than_first_fit_needs_leaves_that
 
 
 def test_collate_shifts_targets_to_the_row_before_them():
-    """Of an agent's episode, too: two turns of the model, and two tokens of a tool between them. Tokens 2, 3 and 6
+    """An agent's episode is among them: two turns of the model, two tokens of a tool between them. Tokens 2, 3 and 6
     count, hence positions 0, 1 and 4."""
     mask = np.array([False, False, True, True, False, False, True])
     episode = replace(make_sample([7, 7], [1, 2, 3, 4, 5], oldest_version=1), loss_mask=mask)

@@ -17,7 +17,7 @@ from slipstream.weight_sync.publish.transaction import MIN_COMMIT_S, Alive, Tran
 from slipstream.weight_sync.replica.messages import Begun, Bound, Committed, PublishId, ReplicaVerbs
 
 SLOTS = (({},), ({}, {}, {}))
-"""Of each replica's two ranks: the second has three."""
+"""A replica's two ranks: the first has one slot, the second three."""
 PUBLISH = PublishId("publisher", version=7, epoch=3, digest="plan")
 BEGIN, COMMIT, ABORT = ReplicaVerbs.begin, ReplicaVerbs.commit, ReplicaVerbs.abort
 
