@@ -37,11 +37,13 @@ PUBLISHER = "publisher publisher_ranks publisher_rejoin"
 MODULES = {
     "conf/failures.py": "failures",
     "weight_sync/plan/plan.py": "plan proof shares",
+    "weight_sync/plan/piece_proof.py": "plan proof shares",
     "weight_sync/plan/proof.py": "plan proof shares",
     "weight_sync/plan/schedule.py": "plan proof shares",
     "weight_sync/pipeline/pipeline.py": "pipeline lanes lane_times trainer/delivery/delta_publish",
     "weight_sync/pipeline/lanes.py": "pipeline lanes lane_times trainer/delivery/delta_publish",
     "weight_sync/pipeline/staging_slots.py": "lanes lane_times",
+    "weight_sync/pipeline/writes.py": "lanes",
     "weight_sync/publish/transaction.py": "transaction",
     "weight_sync/publish/publisher.py": f"{PUBLISHER} trainer/delivery/delta_publish",
     "weight_sync/publish/rank0.py": f"bases {PUBLISHER}",

@@ -27,9 +27,10 @@ from slipstream.weight_sync.changes import stream_bytes
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.pipeline.landings import ChangeSlots, Landing
-from slipstream.weight_sync.pipeline.staging_slots import Batch, Filled, FreeSlots, Load, SharedLock, Slots
+from slipstream.weight_sync.pipeline.staging_slots import Filled, FreeSlots, Load, SharedLock, Slots
 from slipstream.weight_sync.pipeline.sums import Sums
 from slipstream.weight_sync.pipeline.trace import Span, Tracer
+from slipstream.weight_sync.pipeline.writes import Batch
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from slipstream.weight_sync.plan.columns import Flags
 from slipstream.weight_sync.transport.base import Transport

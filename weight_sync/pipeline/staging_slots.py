@@ -1,11 +1,11 @@
 """The two staging slots of a trainer rank: their memory, the loads that go through them, the sums of what was packed,
 and who may touch a slot when, between the thread that packs and the lanes that write.
 
-Owns: staging and its registration, what each load holds and how it is filled and hashed, the arguments of its writes,
-and the threads that write. All of this is made once per plan: a small watermark makes thousands of loads, and the link
-waits for the Python code of each. The threads are kept because links have streams and events per thread. Of each
-publish: the wait for a packed load, the slots that are free or quarantined, the lock under which a failed write is
-closed. Does not own: how a schedule is cut (`pipeline.py`, which makes this), what is written (`lanes.py`).
+Owns: staging and its registration, what each load holds and how it is filled and hashed, and the threads that write.
+All of this is made once per plan: a small watermark makes thousands of loads, and the link waits for the Python code of
+each. The threads are kept because links have streams and events per thread. Of each publish: the wait for a packed
+load, the slots that are free or quarantined, the lock under which a failed write is closed. Does not own: how a
+schedule is cut (`pipeline.py`, which makes this), the arguments of its writes (`writes.py`), who writes (`lanes.py`).
 
     sums     packets' hash sums are added up on the device and copied to the host per window of packets, not per load:
              while a link polls the device, each call to the driver waits for it
@@ -21,18 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from slipstream.conf.failures import undone_by
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.integrity import RangeHashes
-from slipstream.weight_sync.layout import Binding, Destination
-from slipstream.weight_sync.merging.factors import is_factor
+from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.pipeline.landings import ChangeSlots
 from slipstream.weight_sync.pipeline.packing import CompiledMarks, CompiledReads, FillSlot, Packet
 from slipstream.weight_sync.pipeline.sums import Places
 from slipstream.weight_sync.pipeline.trace import Tracer
+from slipstream.weight_sync.pipeline.writes import Batch, compile_writes
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
 from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.transport.base import Transport
@@ -53,42 +52,6 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One destination's part of a load: the arguments of one write, without the engine's addresses."""
-
-    span: slice
-    """This part's range in the destination's entries."""
-    sources: tuple[list[int], ...]
-    """Source addresses, for each slot that the load may be in."""
-    sizes: list[int]
-    packets: list[int]
-    """Indices of the packets in the load."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Entries:
-    """All writes to one destination in schedule order, in columns."""
-
-    params: tuple[str, ...]
-    param: Ints
-    """Index in `params`."""
-    offset: Ints
-    """Where its first byte lies in the parameter."""
-    sizes: Ints
-    packets: Ints
-    """Index of the packet in the schedule."""
-    columns: Ints
-    """Column of the parameter in the sums."""
-    is_factor: Flags
-    """Whether it is of a factor that the engine merges."""
-
-    def addresses(self, binding: Binding) -> list[int]:
-        """Where each write goes."""
-        starts = np.array([binding.addresses[param] for param in self.params], np.int64)
-        return (starts[self.param] + self.offset).tolist()
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """What one slot carries at once, the functions that fill and hash it in either slot, and its writes."""
 
@@ -100,39 +63,6 @@ class Load:
     sums: torch.Tensor
     """Sums of the packets' hashes. The memory belongs to this load while its window is on the device."""
     batches: dict[Destination, Batch]
-
-
-def compile_writes(
-    cut: Sequence[Sequence[Packet]], slot_addresses: Sequence[int], places: Places
-) -> tuple[list[dict[Destination, Batch]], dict[Destination, Entries]]:
-    """The writes of a schedule: per load and destination, and all of each destination."""
-    rows: dict[Destination, list[tuple[str, int, int, int]]] = {}
-    batches: list[dict[Destination, Batch]] = []
-    number = 0
-    for packets in cut:
-        indices: dict[Destination, list[int]] = {}
-        for index, packet in enumerate(packets):
-            for task in packet.tasks:
-                dest = (task.replica, task.dest_rank)
-                indices.setdefault(dest, []).append(index)
-                rows.setdefault(dest, []).append((task.param, task.dest_offset_bytes, task.num_bytes, number))
-            number += 1
-        load: dict[Destination, Batch] = {}
-        for dest, own in indices.items():
-            span = slice(len(rows[dest]) - len(own), len(rows[dest]))
-            sources = tuple([address + packets[index].offset_bytes for index in own] for address in slot_addresses)
-            load[dest] = Batch(span, sources, [size for _, _, size, _ in rows[dest][span]], own)
-        batches.append(load)
-    entries: dict[Destination, Entries] = {}
-    for dest, own in rows.items():
-        names = [name for name, _, _, _ in own]
-        known = {name: place for place, name in enumerate(dict.fromkeys(names))}
-        param = np.array([known[name] for name in names], np.int64)
-        columns = np.array([places.column(dest, name) for name in known], np.int64)
-        offset, sizes, packets = np.array([numbers for _, *numbers in own], np.int64).T
-        factors = np.array([is_factor(name) for name in known], np.bool_)
-        entries[dest] = Entries(tuple(known), param, offset, sizes, packets, columns[param], factors[param])
-    return batches, entries
 
 
 @dataclass(slots=True, eq=False)

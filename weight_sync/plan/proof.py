@@ -1,8 +1,9 @@
 """The proof that a plan is right, independent of the code that makes plans.
 
 Owns: checking, from the tasks alone, that every byte of every parameter that is not derived and not a declared fill
-is written exactly once, and with the element that the engine's own loader put there. Does not own: how tasks are made;
-it shares no code with that, except the columns that hold tasks and loads.
+is written exactly once, and with the element that the engine's own loader put there. Does not own: finding the load or
+shard that a piece lies in (`piece_proof.py`), nor how tasks are made; it shares no code with that, except the columns
+that hold tasks and loads.
 
 The argument, per engine rank:
   1. loads and fills have as many elements as each parameter, and tasks and fills, sorted by offset, tile it without
@@ -34,13 +35,11 @@ from slipstream.weight_sync.plan.columns import (
     changes,
     first_true,
     folded,
-    num_dims,
-    padded,
     spread,
     starts_of,
-    walk_orders,
     widened,
 )
+from slipstream.weight_sync.plan.piece_proof import Numbers, are_loaded, prove_held
 from slipstream.weight_sync.plan.transfer_plan import (
     DTYPES,
     MESH_GROUPS,
@@ -67,7 +66,7 @@ def prove_coverage(
                 raise PlanError(
                     f"a task of source rank {table.source_rank} goes to replica {replica} rank {rank}, unknown"
                 )
-    tensors = _Numbers()
+    tensors = Numbers()
     all_rows = _Rows.of(plan, len(replicas), tensors)
     for dest_rank in sorted({rank for _, rank in wanted}):
         rows = all_rows.going_to(dest_rank)
@@ -79,22 +78,7 @@ def prove_coverage(
             _Proof(plan, dest_rank, members, wanted[members[0], dest_rank], rows, tensors).run()
     for where, layout in wanted.items():
         _check_expected(plan, where, layout)
-    _prove_held(plan, sources, tensors)
-
-
-class _Numbers:
-    """A number for every name, the same for all lists of names. Lists are known by their identity: each is read once,
-    and kept, so that its identity is not used again."""
-
-    def __init__(self) -> None:
-        self.of_name: dict[str, int] = {}
-        self._known: dict[int, tuple[Sequence[str], Ints]] = {}
-
-    def of(self, names: Sequence[str]) -> Ints:
-        if id(names) not in self._known:
-            found = [self.of_name.setdefault(name, len(self.of_name)) for name in names]
-            self._known[id(names)] = (names, np.array(found, np.int64))
-        return self._known[id(names)][1]
+    prove_held(plan, sources, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +102,9 @@ class _Rows(Columns):
     """Those of all rows, row after row."""
 
     @classmethod
-    def of(cls, plan: TransferPlan, num_replicas: int, tensors: _Numbers) -> _Rows:
+    def of(cls, plan: TransferPlan, num_replicas: int, tensors: Numbers) -> _Rows:
         """Collect the rows once: a plan has hundreds of tables, and each goes to every engine rank."""
-        tables, params = list(plan.tasks.values()), _Numbers()
+        tables, params = list(plan.tasks.values()), Numbers()
         pieces = [table.pieces for table in tables]
         width = max(one.start.shape[1] for one in pieces)
         param = np.concatenate([params.of(table.params)[table.param] for table in tables])
@@ -195,10 +179,9 @@ class _Proof:
         replicas: Sequence[int],
         layout: DestLayout,
         rows: _Rows,
-        tensors: _Numbers,
+        tensors: Numbers,
     ) -> None:
         self.plan, self.dest_rank, self.replicas, self.layout, self.rows = plan, dest_rank, replicas, layout, rows
-        self.tensors = tensors
         self.loads = LoadTable.of(layout.loads)
         self.numbers = {param.name: number for number, param in enumerate(layout.params)}
         known = np.array([self.numbers.get(name, -1) for name in rows.params], np.int64)
@@ -211,6 +194,7 @@ class _Proof:
         order = np.lexsort((rows.offset[own], param))
         self.own, self.param = own[order], param[order]
         self.load_param = self.loads.params_in(self.numbers)
+        self.load_tensor = tensors.of(self.loads.names)[self.loads.tensor]
         self.sizes = np.array([DTYPE_BYTES[one.dtype] for one in layout.params], np.int64)
         self.derived = np.array([one.post_load is PostLoad.derived for one in layout.params], np.bool_)
 
@@ -346,7 +330,7 @@ class _Proof:
             groups[pieces.tensor] != rows.group[row] if len(row) else first,
             lambda i: f"{tensor(i)} is sent in mesh group {MESH_GROUPS[int(rows.group[row[i]])]}",
         )
-        fail(~self.loaded_at(pieces, start, shape, place[row], at), block)
+        fail(~are_loaded(pieces, self.param[place[row]], at, self.loads, self.load_param, self.load_tensor), block)
         wrong = totals * self.sizes[self.param] != rows.num_bytes[self.own]
         for index in first_true(wrong):
             task = rows.task(int(self.own[index]))
@@ -355,59 +339,11 @@ class _Proof:
                 f"{self.called(int(self.own[index]))}: its pieces pack to {packs} bytes, it says {task.num_bytes}"
             )
 
-    def loaded_at(self, pieces: PieceColumns, start: Ints, shape: Ints, place: Ints, at: Ints) -> Flags:
-        """Whether one of the loads of the piece's tensor into its parameter puts it at element `at`, packed."""
-        loads, width = self.loads, max(start.shape[1], self.loads.start.shape[1])
-        start, shape = widened(start, width, 0), widened(shape, width, 1)
-        load_tensor = self.tensors.of(loads.names)[loads.tensor]
-        # Sort loads by (parameter, tensor, lowest element). A load begins at its lowest element, so only loads up to
-        # `at` are possible; nearly always it is the last of them.
-        span = len(self.tensors.of_name)
-        order = np.lexsort((loads.offset, load_tensor, self.load_param))
-        pair = (self.load_param * span + load_tensor)[order]
-        wanted = self.param[place] * span + pieces.tensor
-        pairs, first = np.unique(pair, return_index=True)
-        reach = max(int(loads.offset.max(initial=0)), int(at.max(initial=0))) + 1
-        which = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-        exists = pairs[which] == wanted
-        ranked = np.repeat(np.arange(len(pairs)), np.diff(np.append(first, len(pair)))) * reach + loads.offset[order]
-        last = np.searchsorted(ranked, which * reach + at, side="right") - 1
-
-        found = np.zeros(len(at), np.bool_)
-        open_pieces = np.flatnonzero(exists)
-        while len(open_pieces):
-            candidate = last[open_pieces]
-            open_pieces = open_pieces[candidate >= first[which[open_pieces]]]
-            load = order[last[open_pieces]]
-            found[open_pieces] = _agree(
-                start[open_pieces], shape[open_pieces], pieces.axes[open_pieces], at[open_pieces], loads, load, width
-            )
-            last[open_pieces] -= 1
-            open_pieces = open_pieces[~found[open_pieces]]
-        return found
-
     def called(self, row: int) -> str:
         """A task, for messages."""
         task = self.rows.task(row)
         where = f"task at byte {task.dest_offset_bytes} of source rank {task.source_rank}"
         return f"{self.name_of(row)}: {task.param}: {where}"
-
-
-def _agree(start: Ints, shape: Ints, axes: Ints, at: Ints, loads: LoadTable, load: Ints, width: int) -> Flags:
-    """Whether a piece lies inside a load's region and both map it to the same elements of the parameter."""
-    low, size = widened(loads.start, width, 0)[load], widened(loads.shape, width, 1)[load]
-    stride = widened(loads.stride, width, 0)[load]
-    agrees = folded(np.logical_and, (low <= start) & (start + shape <= low + size))
-    agrees &= loads.offset[load] + folded(np.add, (start - low) * stride) == at
-    agrees &= num_dims(axes) == num_dims(loads.axes[load])
-    order = walk_orders(axes, width)
-    inside = np.ones(len(at), np.int64)
-    for position in range(width - 1, -1, -1):
-        dim = order[:, position : position + 1]
-        sizes, steps = (np.take_along_axis(one, dim, axis=1)[:, 0] for one in (shape, stride))
-        agrees &= (sizes == 1) | (steps == inside)
-        inside = inside * sizes
-    return agrees
 
 
 def _check_expected(plan: TransferPlan, where: Destination, layout: DestLayout) -> None:
@@ -421,40 +357,3 @@ def _check_expected(plan: TransferPlan, where: Destination, layout: DestLayout) 
         raise PlanError(
             f"replica {where[0]} rank {where[1]}: the expected bytes per parameter differ from what its layout needs"
         )
-
-
-def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout], tensors: _Numbers) -> None:
-    """Step 3: every source holds what it packs."""
-    held = {source.rank: source for source in sources}
-    for rank, table in plan.tasks.items():
-        pieces = table.pieces
-        shards = held[rank].shards if rank in held else ()
-        numbers = tensors.of_name
-        tensor = np.array([numbers.setdefault(shard.tensor, len(numbers)) for shard in shards], np.int64)
-        order = np.argsort(tensor, kind="stable")
-        low = padded([shard.region.start for shard in shards], 0)[order]
-        high = low + padded([shard.region.shape for shard in shards], 1)[order]
-        width = max(low.shape[1], pieces.start.shape[1])
-        low, high = widened(low, width, 0), widened(high, width, 1)
-        start = widened(pieces.start.astype(np.int64), width, 0)
-        stop = start + widened(pieces.shape.astype(np.int64), width, 1)
-        wanted = tensors.of(pieces.names)[pieces.tensor]
-        candidate = np.searchsorted(tensor[order], wanted, side="left")
-        last = np.searchsorted(tensor[order], wanted, side="right")
-        todo = np.arange(len(wanted))
-        while len(todo):
-            for index in as_list(todo[candidate[todo] >= last[todo]][:1]):
-                _raise_not_held(table, index)
-            shard = candidate[todo]
-            inside = folded(np.logical_and, (low[shard] <= start[todo]) & (stop[todo] <= high[shard]))
-            candidate[todo] += 1
-            todo = todo[~inside]
-
-
-def _raise_not_held(table: TaskTable, index: int) -> NoReturn:
-    (piece,) = table.pieces.expanded(index, 1)
-    row = int(np.searchsorted(np.cumsum(table.num_pieces), index, side="right"))
-    raise PlanError(
-        f"source rank {table.source_rank} is to send {piece.tensor} start {list(piece.region.start)} shape "
-        f"{list(piece.region.shape)} to {table.params[int(table.param[row])]}, and does not hold it"
-    )
