@@ -109,7 +109,7 @@ class Roster:
         self._write(FleetRow(time.time(), replica.place, replica.process, event, facts))
 
     def note_start(self, replica: Replica) -> None:
-        """A worker is up: write down when its start had come how far."""
+        """Write down, once a worker is up, when each phase of its start ended."""
         for name, at in sorted(replica.worker.started_at.items(), key=lambda item: item[1]):
             facts: dict[str, Fact] = {"pid": replica.worker.pid} if name == FleetEvent.process_up else {}
             self._write(FleetRow(at, replica.place, replica.process, FleetEvent(name), facts))

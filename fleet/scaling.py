@@ -85,7 +85,7 @@ class Scaling:
         return self._roster.num_wanted if self._bounds is None else self._most
 
     def ask(self, num_workers: int) -> None:
-        """A resumed run with a range: so many were asked for before it ended."""
+        """Take up what was asked for before a run was resumed, within its range; without a range nothing is done."""
         if self._bounds is not None:
             self._most = min(max(self._bounds[0], num_workers), self._bounds[1])
 

@@ -68,7 +68,8 @@ def _report_to(path: Path) -> None:
 
 @contextlib.contextmanager
 def command_reports_crashes(folder: Path) -> Generator[None]:
-    """The same for a run's command while the block runs. When the block ends, all processes of the run have ended."""
+    """Report a crash of a run's command while the block runs, and then remove what has no report: by the end of the
+    block all processes of the run have ended."""
     report_crashes(folder / COMMAND)
     try:
         yield

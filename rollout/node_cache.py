@@ -46,8 +46,8 @@ def keep(file: Path, content: bytes) -> None:
 
 
 def same_path(folder: Path) -> Path:
-    """A folder of the cache with the same config; equal configs have equal ones, whole or not there. Where it cannot be
-    written, the given one.
+    """A folder of the cache with this folder's config, the same one for equal configs; `folder` itself where the cache
+    cannot be written.
 
     vLLM finds what it compiled, captured and tuned before by a hash of its configuration, and the model's path is in it
     (ModelConfig.compute_hash, 0.25.1 and 0.32). With a run's own folder every run would compile anew.

@@ -91,14 +91,14 @@ class RankStates:
         self._kept.use(keepers, self.num_bytes, life)
 
     def keep(self, number: int) -> Readiness:
-        """Copy this rank's state, and begin to send it to its keepers, if all ranks are ready for that: their states
-        before it are whole there. The next call may follow at once.
+        """Copy this rank's state and begin to send it to its keepers, if every rank's earlier states have arrived.
+        The next call may follow at once.
 
         Args:
             number: the same on every rank, and larger than those before.
 
         Returns:
-            Of all ranks together; now: the state is on its way.
+            The readiness of the least ready rank; now: all states are on their way.
         """
         mine = self._kept.readiness()
         if self._control.sum(mine is Readiness.never):

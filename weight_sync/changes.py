@@ -123,7 +123,7 @@ def apply(landed: Sequence[Landed]) -> int | None:
     Should a late write change a stream after its check, what is written still lies in its chunk.
 
     Returns:
-        The first stream that is not; then nothing was written.
+        None, or the number of the first stream that is not sound; then nothing was written.
     """
     if not landed:
         return None

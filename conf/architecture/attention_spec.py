@@ -41,7 +41,8 @@ class AttentionSpec:
 
     @property
     def unshared(self) -> str | None:
-        """What of it ranks that share the tokens of a sequence (trainer.cp_size) cannot compute; None: nothing."""
+        """The part of this attention that ranks which share a sequence's tokens (trainer.cp_size) cannot compute, or
+        None."""
         return None
 
     @property

@@ -172,9 +172,14 @@ class Fields(JsonObject):
         needs_kv_heads: bool = True,
         **own: Any,
     ) -> GqaSpec:
-        """Attention with fewer keys than queries; `needs_kv_heads` unless transformers' default is that there are as
-        many (elsewhere it is a number, which fits one model). `rope`: None: all of a head turns, as the config says.
-        `own`: what of GqaSpec differs from its defaults."""
+        """The spec of attention with fewer keys than queries.
+
+        Args:
+            rope: None: all of a head turns, as the config says.
+            needs_kv_heads: Whether the config has to say num_key_value_heads. False only where transformers' default is
+                num_attention_heads; for other families it is a number that fits one model.
+            own: Fields of GqaSpec that differ from its defaults.
+        """
         heads = self.size("num_attention_heads")
         if needs_kv_heads:
             self.require("num_key_value_heads")

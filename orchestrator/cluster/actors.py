@@ -196,8 +196,8 @@ class RolloutActor:
 
     @ray.method
     async def ended(self) -> None:
-        """Raise how the worker's process has ended, once it has. This process ends a second later: of an actor that
-        ends, Ray only guesses why."""
+        """Wait for the end of the worker's process, and raise an error that says how it ended. This process ends a
+        second later, because Ray only guesses why an actor has ended."""
         assert self._started is not None, "launch() comes first"
         death = await self._started.ended()
         asyncio.get_running_loop().call_later(TELL_S, os._exit, 1)

@@ -49,9 +49,8 @@ def no_arguments(_: int) -> tuple[()]:
 
 
 async def call_all(cluster: RayCluster, ranks: Ranks, what: str, arguments: Arguments, timeout_s: float) -> list[Any]:
-    """TrainerActor.call() of every rank. A failure is raised without waiting for its peers, which may hang in a
-    collective. But of a rank that died Ray tells later than its peers, whose collective fails at once: the one that
-    died is raised."""
+    """Call TrainerActor.call() on every rank. Raises the first failure, without waiting for the other ranks, which may
+    hang in a collective. If a rank died, its death is raised, though Ray tells it after its peers' failures."""
     calls = [
         asyncio.ensure_future(cluster.result_of(actor.call.remote(what, *arguments(rank)), name, TrainingStopped))
         for rank, (actor, name) in enumerate(zip(ranks.actors, ranks.names, strict=True))

@@ -315,8 +315,8 @@ class Rebirth:
         return True
 
     async def after(self, ranks: Ranks, error: Exception) -> Ranks:
-        """Ranks in the place of these, of which a call failed. Raises Exception: that error, if no rank is dead, or
-        ranks may not be started again. Raises TrainingStopped: it cannot be done."""
+        """Start all ranks again after a call of these failed with `error`, and return the new ones. Raises `error` if
+        no rank is dead or ranks may not be started again, TrainingStopped if they cannot be."""
         if self._why_not or not any(who in self._cluster.dead for who in ranks.names):
             raise error
         began, pause_s = time.monotonic(), 0.0

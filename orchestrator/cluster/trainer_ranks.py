@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 async def start_trainer_ranks(
     run: RunContext, bundles: Sequence[int], left: LivingRanks | None = None
 ) -> RayTrainerGroup:
-    """Start all ranks, load the model on them, and on GPUs try a full microbatch. The group starts them in the same way
-    again when one has died. `bundles`: of the run's placement group, one for each rank. `left`: the ranks of a
-    controller that was killed, instead of new ones: RayTrainerGroup.return_to comes next."""
+    """Start all ranks, load the model on them, and on GPUs try a full microbatch. When a rank dies, the group does it
+    again. `bundles`: one of the run's placement group for each rank. `left`: ranks that a killed controller left; they
+    are taken over, no rank is started, and RayTrainerGroup.return_to comes next."""
     config, cluster, startup = run.config, run.cluster, run.startup
     options = TrainerOptions(
         model=config.model,

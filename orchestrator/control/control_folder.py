@@ -110,7 +110,7 @@ def note_end(run: Path, state: str, error: str | None = None) -> None:
 
 
 def note_end_of(run: Path, state: str, error: str | None) -> None:
-    """The same of a controller that cannot do it."""
+    """Write down how a controller ended that cannot do it itself."""
     _write_end(run, json.dumps({"state": state, "error": error}))
 
 

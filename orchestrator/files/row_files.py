@@ -57,7 +57,7 @@ def rows_read_by(path: Path, read: Callable[[bytes], T | None]) -> list[T]:
 
 
 def say_left_out(path: Path, num_lines: int) -> None:
-    """Nobody is to take figures without them for whole ones."""
+    """Warn of lines that could not be read, so that nobody takes figures without them for whole ones."""
     if num_lines:
         logger.warning("%s: left out %s, damaged by a crash or a hand", path, counted(num_lines, "line"))
 

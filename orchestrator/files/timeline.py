@@ -54,7 +54,7 @@ class Activities:
         self._ended: deque[Activity] = deque(maxlen=_MOST_KEPT)
 
     def note(self, who: str, what: str, from_s: float, prompt_id: int | None = None) -> None:
-        """Somebody ends now what began at `from_s`, a reading of time.time()."""
+        """Note that `who` has just ended `what`, begun at `from_s`, a reading of time.time()."""
         self._ended.append(Activity(who, what, from_s, time.time(), prompt_id))
 
     def take(self) -> list[Activity]:
@@ -66,7 +66,7 @@ class Activities:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """One step's. Unset: the step has none."""
+    """When a step began and ended, and what was done meanwhile."""
 
     from_s: float
     to_s: float

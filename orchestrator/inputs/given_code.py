@@ -44,7 +44,8 @@ def check_reward_loads(config: RunConfig) -> Fact | None:
 
 
 def who_judges(config: RunConfig) -> str:
-    """The rewards with their weights; with an agent, what it returns, and the reward beside it that somebody chose."""
+    """Where rewards come from, for people: the rewards with their weights, or the agent, and the reward that somebody
+    chose for episodes of which the agent returns None."""
     reward, agent = config.reward, config.rollout.agent
     parts = ", ".join(f"{part.weight:g} x {name}" for name, part in reward.by_name.items()) if reward.parts else ""
     if agent is not None:

@@ -286,7 +286,8 @@ class VllmProcess:
         return f"{how}; its last error: {said}" if said else how
 
     def last_output(self, request_id: str) -> Any:
-        """What vLLM's client has of a request of an engine that is gone, as if it had been aborted; None: nothing."""
+        """The output that vLLM's client holds of a request of an engine that is gone, as if the request had been
+        aborted. None if it holds none."""
         if self.llm is None:
             return None
         processor: Any = self.llm.output_processor

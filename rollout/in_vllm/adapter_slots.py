@@ -155,7 +155,7 @@ def _sampled(buffers: Iterable[str], tensors: Sequence[TensorMeta]) -> set[str]:
 
 
 def _only(whole: DestLayout, names: Mapping[str, str]) -> DestLayout:
-    """What of a layout concerns some parameters, under other names."""
+    """The part of a layout that is about some parameters, renamed."""
     return DestLayout(
         whole.rank,
         tuple(replace(one, name=names[one.name]) for one in whole.params if one.name in names),

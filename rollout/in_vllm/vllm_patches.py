@@ -150,8 +150,7 @@ class Rows(NamedTuple):
 
 
 def row_of_request(step: Any, request: int, num_tokens: int) -> Rows:
-    """Instead of LogprobsLists.slice_request: which rows are the request's, by its place in the step, without cutting
-    arrays."""
+    """Say which rows of the step are a request's. Takes the place of LogprobsLists.slice_request, which cuts arrays."""
     starts = step.cu_num_generated_tokens
     start = request if starts is None else starts[request]
     return Rows(step, start, start + num_tokens)

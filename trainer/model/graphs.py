@@ -89,13 +89,14 @@ def _refusal_of_ranks(decoder: Decoder) -> str | None:
 
 
 class DecoderGraphs:
-    """Called as the decoder, where gradients are wanted. Make one where `refusal_of_graphs` has nothing to say."""
+    """Stands for a decoder where gradients are wanted: a size that comes again is captured, and replayed from then on.
+    Make one only where `refusal_of_graphs` is None."""
 
     def __init__(self, decoder: Decoder, max_tokens: int, any_of_ranks: Callable[[bool], bool] = bool) -> None:
         """
         Args:
             max_tokens: Larger microbatches are not captured (trainer.cuda_graph_tokens).
-            any_of_ranks: Whether it is so on any rank. Collective."""
+            any_of_ranks: Collective: whether its argument is true on any rank."""
         self._decoder, self._max_tokens, self._any_of_ranks = decoder, max_tokens, any_of_ranks
         whole = [] if decoder.whole is None else decoder.whole.trainable
         own = [one for one in decoder.parameters() if one.requires_grad and not isinstance(one, DTensor)]

@@ -73,7 +73,7 @@ def token_logprobs(
 
 
 class _Call(NamedTuple):
-    """What of token_logprobs' arguments has no gradient."""
+    """The arguments of token_logprobs that have no gradient."""
 
     temperature: float
     chunk_tokens: int

@@ -134,7 +134,7 @@ class RowRun:
     """None for a parameter of one dim."""
 
     def joined(self, following: object) -> RowRun | None:
-        """Join both, if `following` are the next rows of the same, or the next band of them; else None."""
+        """One run of both, if `following` holds the next rows, or the next band, of the same parameter; else None."""
         if (
             not isinstance(following, RowRun)
             or self.parameter is not following.parameter
@@ -148,7 +148,7 @@ class RowRun:
 
     @property
     def _is_under_one_a(self) -> bool:
-        """Whether each band is."""
+        """Whether the rows of each band have one A."""
         if self.delta is None or self.rows.num_bands > 1:
             return True
         first = self.delta.first_row + self.rows.start
@@ -199,7 +199,7 @@ class RowRun:
         return lambda: (write(), marks.zero_())
 
     def operands(self, gathered_a: Mapping[str, Tensor], kept: Kept | None = None) -> MergeOperands:
-        """What merges into these rows of a matrix; of rank 0 where nothing does."""
+        """What is merged into these rows of a matrix: factors of the adapter, or of rank 0 if it has none here."""
         assert self.columns is not None
         base = self._base()
         if self.delta is None:

@@ -1,4 +1,4 @@
-"""Of the proof of a plan, what it says of pieces: each is where a load of the engine puts it, and its source holds it.
+"""The proof's part about pieces: each is where a load of the engine puts it, and its source holds it.
 
 Owns: finding the region that a piece lies in, among a layout's loads and among a rank's shards (steps 2 and 3 of
 `proof.py`, its only caller). Does not own: how pieces are packed, nor what their rows tile.

@@ -92,7 +92,7 @@ class PieceColumns(Columns):
     offset: Ints
 
     def expanded(self, first: int, count: int) -> tuple[Piece, ...]:
-        """These as objects."""
+        """Pieces first, ..., first + count - 1 as objects."""
         window = slice(first, first + count)
         columns = (column[window].tolist() for column in (self.tensor, self.start, self.shape, self.axes, self.offset))
         return tuple(

@@ -85,7 +85,7 @@ class Bases:
             self.has_kept = self._is_whole = True
 
     def forget(self) -> None:
-        """Other replicas take part from now on."""
+        """Know nothing of any replica: others take part from now on."""
         self._committed, self._served = {}, {}
 
     def forget_place(self, replica: int) -> None:

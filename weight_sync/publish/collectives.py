@@ -165,7 +165,7 @@ def _unpacked(kind: Kind, data: bytes) -> Outcome[Any]:
 
 
 def broadcast_bytes(data: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """Rank 0's bytes, on every rank. Collective, as all that follow."""
+    """Rank 0's bytes, on every rank. This and all functions below are collective."""
     (size,) = _sizes(len(data), group)[:1]
     message = _padded(data if dist.get_rank(group) == 0 else b"", size, group)
     dist.broadcast(message, group=group, group_src=0)

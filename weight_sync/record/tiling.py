@@ -121,7 +121,7 @@ def _intersects(first: _Ranges, second: _Ranges) -> int | None:
 
 
 def _subtract(ranges: _Ranges, taken: _Ranges) -> _Ranges:
-    """What of `ranges` is not in `taken`; both sorted and disjoint."""
+    """`ranges` without `taken`; both sorted and disjoint."""
     if not len(taken) or not len(ranges):
         return ranges
     # Every taken range is a hole: candidates are the stretches between neighbouring holes, clipped to each range.

@@ -136,8 +136,8 @@ class OwnMerge:
 
 
 def written_again(layout: DestLayout, runs: Sequence[Run]) -> set[str]:
-    """Parameters that a merge writes, of which a base is kept: adapted ones, and those whose bytes at rest are not
-    those that a publish brings."""
+    """The parameters of which a base is kept, because a merge writes them anew: adapted ones, and repacked ones, whose
+    bytes at rest are not those that a publish brings."""
     again = {load.param for run in runs for load, _ in run.bands}
     return again | {param.name for param in layout.params if param.post_load is PostLoad.repack}
 

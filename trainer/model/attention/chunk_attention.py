@@ -49,7 +49,7 @@ class _Chunk:
 
 
 def chunks_of(call: AttentionCall) -> Iterator[_Chunk]:
-    """In order; without empty ones."""
+    """The chunks that have queries, in order."""
     assert call.sequences.keys is not None
     both = (itertools.pairwise(one.starts) for one in (call.sequences, call.sequences.keys))
     for (first, stop), (first_key, last_key) in zip(*both, strict=True):

@@ -40,7 +40,7 @@ class KeptAttention:
         self._results = results
 
     def move(self, on_host: HostLayer) -> None:
-        """Let the output, if there is one that does not yet, wait in host memory."""
+        """Move the output to host memory, unless nothing is kept or it is there."""
         if self._results is None or self._moved is not None:
             return
         out, *others = self._results
@@ -236,7 +236,7 @@ def runs_of_equal_length(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
 
 
 def cut_out(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
-    """[count, N, padded length, D] of a run, with zeros on the right; a view if nothing is padded."""
+    """A run's sequences as [count, N, padded length, D], each with zeros after its end; a view if nothing is padded."""
     first, count, length = run
     rows = x_TND[first : first + count * length].unflatten(0, (count, length))
     missing = padded_length(length) - length
@@ -244,7 +244,7 @@ def cut_out(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
 
 
 def put_back(parts: list[Tensor], starts: tuple[int, ...]) -> Tensor:
-    """The inverse, for all runs: [T, N, D]."""
+    """The inverse of `cut_out` of all runs: [T, N, D]."""
     runs = zip(parts, runs_of_equal_length(starts), strict=True)
     rows = [part.transpose(1, 2)[:, :length].flatten(0, 1) for part, (_, _, length) in runs]
     return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -52,7 +52,7 @@ class GroupedQueryAttention(Attention):
             )
 
     def split_heads(self, q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, N, D] and [T, G, D]."""
+        """Queries as [T, N, D], keys as [T, G, D]."""
         return q_TO.unflatten(1, self.heads[0]), k_TO.unflatten(1, self.heads[1])
 
     def normed(self, q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, Tensor]:
