@@ -180,7 +180,9 @@ def test_one_that_does_not_end_in_time_is_named(folder: Path) -> None:
         assert not (folder / "control" / "stop.json").exists(), "the next run is not asked to end"
 
 
-def test_a_request_that_a_start_removes_is_made_again(folder: Path) -> None:
+def test_a_request_that_a_start_removes_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_request, "_SAY_EVERY_S", 0.0)
+
     def forget(_: str) -> None:
         (folder / "control" / "stop.json").unlink(missing_ok=True)
 

@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -96,10 +95,8 @@ async def test_a_rank_that_is_late_is_not_waited_for_and_its_late_answer_is_not_
     """Two callers come after one that gave up: a publish, and a restarted worker that asks for an offer."""
     rank = Rank()
     async with asking(served(rank)) as ranks:
-        began = time.monotonic()
         with pytest.raises(EngineDied, match=r"did not answer stall within 0\.1 s"):
             await ask_all(ranks, 0.1, Verbs.stall)
-        assert time.monotonic() - began < LIMIT_S
         both = asyncio.gather(*(ask_all(ranks, LIMIT_S, Verbs.add, number) for number in (1, 2)))
         await asyncio.sleep(0)  # both have begun
         rank.go_on.set()

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from concurrent.futures import CancelledError
 
 import pytest
@@ -25,11 +24,11 @@ def test_what_runs_answers_and_is_cancelled_at_the_end() -> None:
     assert thread.run(who()) == "told"
     with pytest.raises(TimeoutError):
         thread.run(asyncio.sleep(600), 0.01)
-    pending, began = thread.start(waits()), time.monotonic()
+    pending = thread.start(waits())
     thread.run(asyncio.sleep(0))
     for _ in range(2):
         thread.close()
     with pytest.raises(CancelledError):
         pending.result(10)
-    assert told.is_set() and time.monotonic() - began < 5
+    assert told.is_set()
     assert "told" not in {one.name for one in threading.enumerate()}
