@@ -43,7 +43,7 @@ from slipstream.rollout.in_vllm.process_imports import (
     import_vllm,
     without_torchao,
 )
-from slipstream.rollout.in_vllm.vllm_patches import send_logprobs_together, stop_watching
+from slipstream.rollout.in_vllm.vllm_patches import RELEASES, send_logprobs_together, stop_watching
 from slipstream.rollout.node_cache import same_path
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def vllm_arguments(arguments: JsonObject) -> AsyncEngineArgs:
     if unknown:
         raise EngineError(
             f"this vLLM does not know the engine arguments {', '.join(sorted(unknown))}; "
-            "supported releases are 0.25.1 and 0.32.0"
+            f"supported releases are {RELEASES}"
         )
     if arguments["load_format"] == "dummy":
         arguments = {**arguments, "model": str(same_path(Path(arguments["model"])))}

@@ -21,7 +21,7 @@
     be_rank                       both       correctness: process groups that talk to nobody. Until vLLM's groups can be
                                              made so.
 
-"Both" means 0.25.1 (GPUs) and 0.32 (CPUs). The first acts on every engine on a CPU, the second on every batch-invariant
+"Both" means RELEASES. The first acts on every engine on a CPU, the second on every batch-invariant
 one, send_logprobs_together on the process that is forked for an engine (a spawned one goes without), the next two on
 the objects of one engine; the last three run in a process that computes nothing (rollout/layouts/). Why none of them
 buys seconds of a start: docs/decisions/0035. While a layout is recorded, two more modules swap attributes of a model
@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+RELEASES = "0.25.1 (GPUs) and 0.32 (CPUs)"
+"""The releases of vLLM that Slipstream supports, for messages."""
 
 
 def keep_linear_weights_in_place() -> None:
@@ -339,8 +343,8 @@ def replace(target: Any, name: str, value: Any) -> Any:
     if not hasattr(target, name):
         where = getattr(target, "__name__", type(target).__name__)
         raise EngineError(
-            f"{where} has no {name}, which Slipstream replaces; the releases of vLLM that it supports are 0.25.1 "
-            "and 0.32, with the Triton that they ask for"
+            f"{where} has no {name}, which Slipstream replaces; the releases of vLLM that it supports are {RELEASES}, "
+            "with the Triton that they ask for"
         )
     before = getattr(target, name)
     setattr(target, name, value)

@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from slipstream.conf.failures import outcome_of
 from slipstream.rollout.errors import EngineError, error_class
 from slipstream.rollout.in_vllm.engine_process import WeightReceiver
+from slipstream.rollout.in_vllm.vllm_patches import RELEASES
 from slipstream.rollout.in_vllm.worker_extension import timed
 from slipstream.rollout.served.client import RankReport, send_report
 from slipstream.rollout.served.vllm_plugin import register
@@ -49,7 +50,7 @@ _KNOWN_DUTIES = {
     "shutdown",
     "trainer_send_weights",
 }
-"""What vLLM 0.25.1 and 0.32 ask of a backend. A release that asks for more is refused."""
+"""What the supported releases of vLLM ask of a backend. One that asks for more is refused."""
 
 
 @dataclass
@@ -136,7 +137,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         if unknown:
             raise EngineError(
                 f"this vLLM asks weight-transfer backends for {', '.join(sorted(unknown))}, which this Slipstream does "
-                "not know; supported releases are 0.25.1 and 0.32"
+                f"not know; supported releases are {RELEASES}"
             )
         super().__init__(*args, **kwargs)
         self._thread: LoopThread | None = None

@@ -16,7 +16,9 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError as e:
-        logger.warning("the slipstream weight-transfer backend needs vLLM 0.25.1 or 0.32: %s", e)
+        from slipstream.rollout.in_vllm.vllm_patches import RELEASES
+
+        logger.warning("the slipstream weight-transfer backend needs vLLM %s: %s", RELEASES, e)
         return
     try:
         WeightTransferEngineFactory.register_engine(
