@@ -228,6 +228,13 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> str:
         while waits_until is None or time.monotonic() < waits_until:
             who = controller.fileno() if waits_until is None else door.fileno()
             ready, _, _ = select.select([who, *servers], [], [], _LOOK_EVERY_S)
+            for pidfd in set(ready) & servers.keys():  # before the controller's end, which may come of theirs
+                server, how = servers.pop(pidfd), _how_it_ended(pidfd)
+                lost = lost or loss(server, how)
+                if waits_until is not None:
+                    return lost
+                controller.say(lost=server, how=how)
+                os.close(pidfd)
             if waits_until is None and who in ready and controller.has_gone():
                 if lost or not controller.is_held:
                     return lost
@@ -235,13 +242,6 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> str:
             elif waits_until is not None and who in ready:
                 controller.comes(door.accept()[0])
                 waits_until = None
-            for pidfd in set(ready) & servers.keys():
-                server, how = servers.pop(pidfd), _how_it_ended(pidfd)
-                lost = lost or loss(server, how)
-                if waits_until is not None:
-                    return lost
-                controller.say(lost=server, how=how)
-                os.close(pidfd)
             if len(known) < len(_VITAL):  # each once: those that have ended stay children until somebody asks how
                 servers |= _vital_servers(known)
                 known.update(servers.values())

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,6 +139,30 @@ def test_a_server_that_ends_before_the_next_one_has_started_is_told(host: Host, 
     os.close(host.controller)
     assert host.ends()
     gcs.wait()
+
+
+def test_a_server_whose_end_took_the_controller_with_it_is_named(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray ends a driver that writes to a raylet which has just died. A busy host learns of both at once."""
+    look, stands, goes_on = ray_host._vital_servers, threading.Event(), threading.Event()
+
+    def busy(known: Collection[str]) -> dict[int, str]:
+        if not known:
+            return look(known)
+        stands.set()
+        goes_on.wait(20)
+        return {}
+
+    monkeypatch.setattr(ray_host, "_vital_servers", busy)
+    raylet = server(tmp_path, "raylet")
+    assert stands.wait(20)
+    raylet.kill()
+    raylet.wait()
+    os.close(host.controller)
+    goes_on.set()
+    assert host.ends()
+    assert host.lost.startswith("raylet, which holds the run's Ray cluster, is gone")
 
 
 def test_a_child_that_ends_while_servers_are_looked_for_is_none_of_them(
