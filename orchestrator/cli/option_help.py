@@ -33,8 +33,7 @@ def topic(name: str, config_dir: Path | None = None) -> str:
     if name in options_by_name():
         return _option(options_by_name()[name])
     if name in section_docs() or name in GROUPS:
-        choices = [_wrap(choice.doc, f"  {choice.name:<22}") for choice in group_choices(name, config_dir)]
-        parts = ["\n".join([f"{name}=CHOICE", *choices, ""])] if name in GROUPS else []
+        parts = ["\n".join([f"{name}=CHOICE", *_choices(name, config_dir, "  "), ""])] if name in GROUPS else []
         parts += [_section(name, own_only=False)] if name in section_docs() else []
         return "\n".join(parts)
     known = ["options", *GROUPS, *section_docs(), *options_by_name()]
@@ -44,11 +43,16 @@ def topic(name: str, config_dir: Path | None = None) -> str:
 def _groups(config_dir: Path | None) -> str:
     lines = ["groups: presets, chosen with GROUP=CHOICE"]
     for group in GROUPS:
-        choices = group_choices(group, config_dir)
-        longest = max((len(choice.name) for choice in choices), default=0)
-        leads = [f"  {group:<13}", *[" " * 15] * (len(choices) - 1)]
-        lines += [_wrap(one.doc, f"{lead}{one.name:<{longest}}  ") for lead, one in zip(leads, choices, strict=False)]
+        lines += _choices(group, config_dir, f"  {group:<13}")
     return "\n".join([*lines, ""])
+
+
+def _choices(group: str, config_dir: Path | None, lead: str) -> list[str]:
+    """A group's presets, the first one behind `lead`."""
+    choices = group_choices(group, config_dir)
+    longest = max((len(choice.name) for choice in choices), default=0)
+    leads = [lead, *[" " * len(lead)] * (len(choices) - 1)]
+    return [_wrap(one.doc, f"{lead}{one.name:<{longest}}  ") for lead, one in zip(leads, choices, strict=False)]
 
 
 def _sections() -> str:

@@ -56,7 +56,8 @@ def test_help_on_a_topic(topic: str, capsys: pytest.CaptureFixture[str]) -> None
     for option in flat_options():
         if topic == "options" or option.name == topic or option.name.startswith(f"{topic}."):
             assert f"{option.name}=" in out
-    assert ("quickstart_gpu" in out) == (topic == "experiment")
+    presets = {choice.name for choice in group_choices("experiment")}
+    assert presets & set(out.split()) == (presets if topic == "experiment" else set())
 
 
 def test_help_beside_overrides_is_general_help(capsys: pytest.CaptureFixture[str]) -> None:
