@@ -47,8 +47,8 @@ def report_crashes(report: Path) -> None:
 
 
 def report_beside_parent() -> None:
-    """The same for a process that multiprocessing started for one that reports; the file has the names of both. Does
-    nothing in any other process."""
+    """Report a crash of this process if multiprocessing started it for one that reports; the file has the names of
+    both."""
     if parent := os.environ.get(PARENT_VARIABLE):
         _report_to(_file_of(Path(f"{parent}-{multiprocessing.current_process().name}")))
 

@@ -44,7 +44,7 @@ class Rate:
         return max(now, self._next)
 
     def take_turn(self, now: float) -> float:
-        """The same; that turn is taken."""
+        """When this request leaves; the next one leaves later."""
         turn = self.next_turn(now)
         self._next = turn + self._seconds_per_request
         return turn

@@ -25,7 +25,7 @@ _NOISE_STD = 0.5
 
 
 class Receivers:
-    """One rank's, by slot. Lists in arguments have one entry per rank of the engine, of which each takes its own."""
+    """One rank's receivers, by slot. Lists in arguments have one entry per rank of the engine; each takes its own."""
 
     def __init__(self, receivers: Sequence[Receiver]) -> None:
         self._receivers = receivers
@@ -62,7 +62,7 @@ class Receivers:
 
 
 class SlotReceivers(Receivers):
-    """Those of adapter slots, which can be filled with noise for a probe. Both arguments are by slot."""
+    """Receivers of a rank's adapter slots, which can be filled with noise for a probe. Both arguments are by slot."""
 
     def __init__(self, receivers: Sequence[Receiver], params: Sequence[Mapping[str, Tensor]]) -> None:
         super().__init__(receivers)

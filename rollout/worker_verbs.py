@@ -151,7 +151,7 @@ class RolloutVerbs(Protocol):
 
 
 class WorkerVerbs(RolloutVerbs, Protocol):
-    """The same, and what whoever starts and ends a worker asks."""
+    """All verbs: those above, and those of whoever starts and ends a worker."""
 
     async def prepare(self) -> None:
         """Do what needs no device, such as imports. A worker that takes the place of a dead one does it while that one

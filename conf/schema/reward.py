@@ -165,7 +165,7 @@ class RewardConfig(RewardPart):
         return f"reward_source_{name}.py" if self.parts else "reward_source.py"
 
     def prompt_copy(self, name: str) -> str:
-        """The same of reward.judge.prompt_file."""
+        """What a run's folder calls its copy of a judge's prompt_file."""
         return f"reward_prompt_{name}.txt" if self.parts else "reward_prompt.txt"
 
     @property

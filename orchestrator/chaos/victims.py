@@ -252,7 +252,7 @@ class RunWatch:
         return False
 
     def is_on(self, moment: Moment, at: float) -> bool:
-        """Whether it is (or was, by what is known meanwhile) that moment at `at`."""
+        """Whether the moment is, or by what is known now was, at the time `at`."""
         publish = self.publish
         match moment:
             case Moment.now:

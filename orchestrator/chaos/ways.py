@@ -159,7 +159,7 @@ _FILE = "file://"
 
 
 def folder_of(room: Kind, folder: RunFolder) -> Path:
-    """Where it is. Raises ConfigError where the run has none."""
+    """The folder in which a room is filled. Raises ConfigError if the run has no such room."""
     if room is Kind.shm:  # in a container it is another one than this process's
         return Path(f"/proc/{min(pids_of(folder), default='self')}/root/dev/shm")
     if room is Kind.disk:
@@ -201,7 +201,7 @@ def check_can_be_filled(room: Kind, folder: RunFolder, rest_bytes: int) -> None:
 
 
 def _uses(process: psutil.Process, device: int) -> bool:
-    """Whether it has a file there open to write, or mapped to share; of another user's process nothing is known."""
+    """Whether the process has a file of the device open to write, or mapped to share; False if that cannot be read."""
     with suppress(psutil.Error, OSError):
         if any(file.mode != "r" and os.stat(file.path).st_dev == device for file in process.open_files()):
             return True
@@ -227,7 +227,7 @@ def _free_bytes(place: Path) -> int:
 
 @contextmanager
 def filled(place: Path, rest_bytes: int) -> Generator[None]:
-    """All but so many bytes of the file system are taken."""
+    """Fill the file system up to its last `rest_bytes` while the block runs."""
     with TemporaryFile(dir=place, buffering=0) as file:
         at, end = 0, max(0, _free_bytes(place) - rest_bytes)
         piece = end

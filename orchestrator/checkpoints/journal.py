@@ -67,13 +67,13 @@ def write_journal(folder: RunFolder, journal: Journal) -> None:
 
 
 def read_journal(folder: RunFolder) -> Journal | None:
-    """The newest one of a step that has its row; None: the run's processes ended with its controller, or it is another
-    user's."""
+    """The newest journal whose step has its row. None if there is none: the run's processes ended with its controller,
+    or the run is another user's."""
     return _read(folder, folder.journal) or _read(folder, folder.journal_before)
 
 
 def _read(folder: RunFolder, path: Path) -> Journal | None:
-    """If it can be read, and counts."""
+    """The journal in a file, if it can be read and its step has a row."""
     try:
         with path.open() as lines:
             first = json.loads(next(lines))

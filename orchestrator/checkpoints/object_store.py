@@ -132,7 +132,7 @@ class ObjectStore:
 
     @_soon
     def text(self, name: str) -> str | None:
-        """A small file; None: it is not there."""
+        """The text of a small file; None if it is not there."""
         with self._speaking(f"cannot be read ({name})") as (fs, root):
             path = f"{root}/{name}"
             return fs.cat_file(path).decode() if fs.exists(path) else None
@@ -259,7 +259,7 @@ class CheckpointUploads:
             self._changed.notify_all()
 
     def needs(self, checkpoint: Path) -> bool:
-        """Whether it is about to be sent, and has to stay on disk."""
+        """Whether a checkpoint has to stay on disk, because it is still to be sent."""
         return checkpoint in (self._waiting, self._sending)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

@@ -52,7 +52,7 @@ def named_checkpoints(folder: Path) -> list[Path]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those of them that are complete: a copy that broke off, or somebody's hand, leaves a name without a manifest."""
+    """Complete checkpoints: a copy that broke off, or somebody's hand, leaves a name without a manifest."""
     return [path for path in named_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 

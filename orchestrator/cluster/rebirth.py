@@ -250,7 +250,8 @@ class Rebirth:
         return len({one.returned[0].policy_version for one in noted})
 
     def note(self, what: str, arguments: Arguments, timeout_s: float, returned: Any = None) -> None:
-        """All ranks have made a call that changes them. If they began to send a state, those before it are whole."""
+        """Remember a call that all ranks have made and that changed them: it is made again after a rebirth. If they
+        began to send a state, earlier ones are whole, and calls before those are forgotten."""
         if self._why_not:
             return
         if what != KEEP:
@@ -281,7 +282,7 @@ class Rebirth:
         logger.warning("a process that kept states is gone; another one keeps them from the next step on")
 
     def checkpoint_is_written(self) -> None:
-        """All ranks' files of the newest checkpoint are there."""
+        """Note that all ranks' files of the newest checkpoint are there."""
         self._noted = [one for one in self._noted if one.what != _CHECKPOINT]
 
     def raise_if_checkpoint_lost(self) -> None:
@@ -297,7 +298,7 @@ class Rebirth:
         return LivingRanks(ranks.names, facts, self.engines, self._num_begun, number, self._why_not)
 
     async def take_over(self, living: LivingRanks) -> None:
-        """These ranks were started by a controller that is gone. return_to() comes next."""
+        """Go on with ranks that a controller started that is gone. return_to() comes next."""
         self.engines, self._num_begun, self._why_not = living.engines, living.num_begun, living.why_not
         self._num_kept, self._first = living.number, max(1, living.number)
         if not self._why_not:

@@ -56,8 +56,8 @@ _NODE_TICKET = 0.001
 
 
 class Rooms:
-    """Where in Ray there is room for workers, and that of those that are more than the run began with. `group`: the
-    run's own. `only_node`: where all workers must be; None: anywhere."""
+    """Where in Ray there is room for workers. Those that the run began with are in its own placement `group`, each
+    further one has a group of its own. `only_node`: where all workers must be; None: anywhere."""
 
     def __init__(self, config: RunConfig, cluster: RayCluster, group: PlacementGroup, only_node: str | None) -> None:
         self._config = config
@@ -67,7 +67,7 @@ class Rooms:
         self._made: dict[str, PlacementGroup] = {}
 
     def of(self, name: str) -> PlacementGroup | None:
-        """The room of a worker that has its own; None: it is in the run's group."""
+        """The placement group that a further worker has alone; None: it is in the run's."""
         return self._made.get(name)
 
     @property

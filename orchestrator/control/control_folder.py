@@ -250,7 +250,7 @@ async def answer_requests(run: Path, supervisor: Supervisor) -> None:
 
 
 def _requests(run: Path) -> list[Path]:
-    """None of a folder that is out of reach for a moment."""
+    """The requests in a run's folder; none while the folder is out of reach."""
     with contextlib.suppress(OSError):
         return sorted((run / "control").glob("*.request.json"))
     return []

@@ -45,7 +45,7 @@ def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObje
 
 
 def rows_read_by(path: Path, read: Callable[[bytes], T | None]) -> list[T]:
-    """All rows, as `read` gives them; without those of which it makes None."""
+    """What `read` makes of each whole line, without the lines of which it makes None."""
     try:
         with path.open("rb") as file:
             found = [read(line) for line in file if line.endswith(b"\n")]

@@ -175,7 +175,7 @@ class Controller(StepLoop):
         await self._judge(record, is_evaluated=is_due and bool(self.services.eval_sets))
 
     async def _publish_into(self, record: StepRecord) -> None:
-        """Where the step made a version."""
+        """Publish, if the step made a version, and note in the record what came of it."""
         if record.optim is not None and record.optim.is_finite:
             record.sync = await self.publish()
             self._check_that_weights_moved(record.optim, record.sync)

@@ -51,8 +51,8 @@ class ModeChoice:
 def adapter_slot(
     factors: Sequence[TensorMeta], rollout: RolloutConfig, hf_config: HfConfig, rank: int = 0
 ) -> DestLayout:
-    """One adapter slot of an engine's rank; the first has the most experts where they do not divide. An EngineError
-    where engines have no slot for one of the adapters."""
+    """The layout of one adapter slot of an engine's rank. Where experts do not divide, rank 0 has the most. Raises
+    EngineError: engines have no slot for one of the adapters."""
     return offline_slot(
         factors,
         rank,

@@ -91,7 +91,7 @@ class Difference:
 
 
 def grouped(differences: Iterable[Difference], kind: Callable[[Difference], str]) -> dict[str, list[Difference]]:
-    """Those of each kind, in the order in which kinds come."""
+    """The differences of each kind; kinds in the order in which they first come."""
     groups: dict[str, list[Difference]] = {}
     for found in differences:
         groups.setdefault(kind(found), []).append(found)

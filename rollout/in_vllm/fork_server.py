@@ -107,7 +107,7 @@ class _Server:
 
     @property
     def has_died(self) -> bool:
-        """Whether it was this process's own, and is gone."""
+        """Whether this process started the server, and it is gone."""
         return self._process is not None and self._process.poll() is not None
 
 

@@ -24,7 +24,7 @@ def answer_text(answer: object) -> str:
 
 
 def normal(text: str) -> str:
-    """Without white space around it, and each letter written in one way: an accent may be a character of its own."""
+    """A text without white space around it, each letter in one form: an accent may be a character of its own."""
     return unicodedata.normalize("NFC", text.strip())
 
 

@@ -37,7 +37,7 @@ class KeptProcess:
         cls, module: str, *, environment: Mapping[str, str], log_path: Path | None, max_message_bytes: int = MAX_BYTES
     ) -> KeptProcess:
         """Start `python -m module FD`, FD being its end of the connection. What it prints is appended to the log, up to
-        MAX_LOG_BYTES; None: it is dropped. A longer message of the process ends the connection."""
+        MAX_LOG_BYTES; without a log it is dropped. A message beyond `max_message_bytes` ends the connection."""
         ours, theirs = socket.socketpair()
         channel = await Channel.over(ours, max_bytes=max_message_bytes)
         with contextlib.ExitStack() as failed, theirs:
@@ -47,7 +47,7 @@ class KeptProcess:
         return cls(process, channel)
 
     async def exit_status(self) -> int | None:
-        """Its exit status, 128 + N after signal N; None if it goes on for longer than END_TIMEOUT_S."""
+        """Wait until the process ends. Returns its exit status, 128 + N after signal N; None after END_TIMEOUT_S."""
         if self._keeper.poll() is None:
             # asyncio's own way to wait is a thread, which outlives the event loop with the process, and complains.
             loop, ended = asyncio.get_running_loop(), asyncio.Event()

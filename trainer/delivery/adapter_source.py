@@ -85,7 +85,7 @@ class FactorRun:
         return self.rows.num_bands * self.block[0], self.block[1]
 
     def joined(self, following: object) -> FactorRun | None:
-        """Both, if `following` is the next block; else None."""
+        """One run of both, if `following` is the next block; else None."""
         if not isinstance(following, FactorRun) or self.parameter is not following.parameter:
             return None
         rows = self.rows

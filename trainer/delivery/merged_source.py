@@ -57,7 +57,7 @@ class Joining(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def joined(self, following: object) -> Self | None:
-        """Both, if `following` are the next rows; else None."""
+        """One run of both, if `following` holds the next rows; else None."""
         ...
 
 

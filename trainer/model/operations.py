@@ -79,7 +79,7 @@ class Part:
         return tuple([known[name] for name in self.gives])
 
     def recomputed(self, at: Any, *given: Any) -> tuple[Any, ...]:
-        """The same; what is inside is computed again in backward, if the part is one of those that are."""
+        """What the part gives, of what it takes. If the part has owners, backward computes it again."""
         if self._again is None:
             return self(at, *given)
         later = [None if name == SUM else one for name, one in zip(self.takes, given, strict=True)]

@@ -135,7 +135,7 @@ class PolicyForward:
             return self._logprobs(micro, cut, self._routes(micro, cut), by)[0]
 
     def _cut(self, micro: Microbatch) -> ContextCut | None:
-        """This rank's tokens; None: all of them."""
+        """Which tokens of the microbatch this rank has; None: all."""
         layout = self.decoder.layout
         return None if layout.cp_group is None else ContextCut.of(micro.cu_seqlens.tolist(), layout)
 

@@ -83,7 +83,7 @@ class Run:
 
     @property
     def distance(self) -> int:
-        """The same in elements of the parameter."""
+        """Elements of the parameter from one band's start to the next one's; 0 for one band."""
         return self.bands[1][0].offset - self.bands[0][0].offset if self.bands[1:] else 0
 
     @property

@@ -92,7 +92,7 @@ class Prepared:
         return dest in self.there and bool(self.there[dest][batch.span].all())
 
     def take_back(self, destinations: Collection[Destination]) -> None:
-        """These hold something else than was believed, and need all loads, which are packed anew, in order."""
+        """Send these all loads after all, packed anew and in order: they hold something else than was believed."""
         for dest in destinations:
             del self.there[dest]
             self.result.sums.part(dest)[:] = 0

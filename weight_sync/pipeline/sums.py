@@ -54,11 +54,11 @@ class Places:
         return Places({**self.params, **{(replica, rank): names for replica in more for rank, names in first.items()}})
 
     def columns(self, dest: Destination) -> slice:
-        """Those of one engine rank."""
+        """The columns of one engine rank's parameters."""
         return slice(self.first[dest], self.first[dest] + len(self.params[dest]))
 
     def column(self, dest: Destination, param: str) -> int:
-        """That of one parameter. Raises KeyError if it has none."""
+        """The column of one parameter. Raises KeyError if it has none."""
         return self.first[dest] + self._within[dest][param]
 
 

@@ -208,7 +208,7 @@ def cudnn_gradients(
 def cudnn_gradients_of_rows(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Sequence[Tensor], call: AttentionCall
 ) -> list[Tensor]:
-    """The same of log sums [N, T], as an engine's kernel gives them."""
+    """cudnn_gradients, given one [N, T] tensor of log sums, as an engine's kernel returns it."""
     return cudnn_gradients(dout, q, k, v, out, cut_out_log_sums(log_sums[0], call.sequences.starts), call)
 
 

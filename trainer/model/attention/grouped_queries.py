@@ -56,7 +56,7 @@ class GroupedQueryAttention(Attention):
         return q_TO.unflatten(1, self.heads[0]), k_TO.unflatten(1, self.heads[1])
 
     def normed(self, q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, Tensor]:
-        """Both after norms that are not the rotation's."""
+        """Queries and keys after their norms, where the rotation does not apply these itself."""
         assert self.q_norm is not None and self.k_norm is not None
         if self.own.norms_all_heads:
             return self.q_norm(q_TO), self.k_norm(k_TO)
