@@ -215,7 +215,7 @@ class _Publish:
         )
 
     def total_s_by_nic(self, found: Prediction) -> dict[float, float]:
-        """Bytes per second of a NIC -> seconds of the publish: as found, and at the rate that NICs were seen to have."""
+        """Bytes a second of a NIC -> seconds of the publish, as found, and at the rate that NICs were seen to have."""
         nic = self.hardware.rates.nic_bytes_s
         totals = {nic: found.total_s}
         if self.placement.num_nodes > 1 and nic > SEEN_NIC_BYTES_S:
