@@ -47,8 +47,9 @@ contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real br
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q $(SHARED) -o timeout=600 --durations=40
 
-long: setup       ## What is learned in many steps, and the packages for GPUs (12 GB, removed again); before a release, beside what CI runs
+long: setup       ## What is learned in many steps, other examples of properties, and the packages for GPUs (12 GB, removed again); before a release, beside what CI runs
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/long -q $(SHARED) -o timeout=900 --durations=40
+	@$(TEST_ENV) $(CPU_$(PERSONALITY)) PROPERTIES=long $(PY) -m pytest tests/unit -q $(SHARED) -o timeout=900 -m hypothesis
 	@$(MAKE) --no-print-directory mutants
 
 mutants: setup    ## Faults planted in the modules that can hurt a user: do their unit tests notice? Part of long

@@ -1,9 +1,10 @@
-"""What all tests share: a temporary folder of their own, and the order in which their files start."""
+"""What all tests share: a temporary folder of their own, torch's random numbers, and the order in which files start."""
 
 import contextlib
 import multiprocessing.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -25,6 +26,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest_first(items)
+
+
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers, whichever ran before it in its process."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
