@@ -318,8 +318,10 @@ def _explain_syntax(text: str) -> str:
         hint = _explain_gone(plain) or _hint(plain)
         return f"unknown flag {text}. Options are written section.option=value, without dashes. {hint}".rstrip()
     if "=" not in text:
-        known = name in options_by_name() or name in GROUPS
-        return f"{text!r} is not NAME=VALUE" + (f"; write {name}=VALUE" if known else f". {_explain_unknown(name)}")
+        known = [f"{name}=VALUE"] if name in options_by_name() or name in GROUPS else []
+        known += [f"{group}={name}" for group in GROUPS if name in (choice.name for choice in group_choices(group))]
+        cure = f"; write {' or '.join(known)}" if known else f". {_explain_unknown(name)}"
+        return f"{text!r} is not NAME=VALUE{cure}"
     if not name.isascii() and _open_dict_above(name) is None:
         return _explain_unknown(name)
     if not name.isascii() or (not text.isascii() and "={" in text):

@@ -150,6 +150,7 @@ def test_interpolation_works() -> None:
         ("trainer.lora=8", ["trainer.lora is a section", "trainer.lora.rank=16"]),
         ("run.seed", ["'run.seed' is not NAME=VALUE; write run.seed=VALUE"]),
         ("seed", ["'seed' is not NAME=VALUE", "run.seed"]),
+        ("quickstart", ["'quickstart' is not NAME=VALUE; write experiment=quickstart"]),
         ("--num-steps=3", ["unknown flag --num-steps=3", "without dashes", "run.num_steps"]),
         ("--weight-sync.keep-kv=true", ["there is no option weight_sync.keep_kv any more", "weight_sync.pause_mode"]),
         ("data.path=~/a.jsonl", ["cannot read 'data.path=~/a.jsonl'", "write data.path=$HOME/a.jsonl"]),
