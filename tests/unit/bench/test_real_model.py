@@ -3,9 +3,11 @@ every row is a run that the product accepts, and results are read while runs go 
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from fakes.command import REPOSITORY, called
 
 from bench import real_model
 from bench.real_model import ROWS, SHOWN_STEPS, near, our_points, read_lines, trl_points
@@ -42,6 +44,23 @@ def test_a_solved_row_before_the_question_has_the_right_answer_in_the_form_that_
         assert answer([], said, {"answer": right}) == 1.0
         if task != "gym":
             assert [turn["role"] for turn in rows(task, 1, 0)[0]["prompt"]] == ["user", "assistant", "user"]
+
+
+def test_a_model_that_cannot_be_made_is_an_error_in_words(tmp_path: Path) -> None:
+    said = call_make_model(tmp_path / "model")
+    assert "pip could not download the packages" in said and str(tmp_path / "model") in said
+    assert list(tmp_path.iterdir()) == []
+    assert f"error: {tmp_path} is there already, and no model" in call_make_model(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert call_make_model(tmp_path) == ""
+
+
+def call_make_model(folder: Path) -> str:
+    """What make_model.py says as an error, without a package index."""
+    script = REPOSITORY / "examples/real_model/make_model.py"
+    done = called([sys.executable, str(script), str(folder)], PIP_NO_INDEX="1")
+    assert "Traceback" not in done.stderr and bool(done.stderr) == bool(done.returncode)
+    return done.stderr
 
 
 @pytest.mark.parametrize(
