@@ -15,6 +15,7 @@ from typing import Any
 from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.checkpoints.journal import Journal, read_journal
+from slipstream.orchestrator.checkpoints.object_store import CONFIG, ENVIRONMENT, ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
 from slipstream.orchestrator.control.control_folder import alive, note_end, note_start, note_started
@@ -49,6 +50,8 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
         note_start(folder, clock_of_this_process()(), FIRST_PHASE)
         log.say(f"run folder: {folder.root}")
         left = read_journal(folder)
+        if "://" in (url := config.run.resume or "") and not folder.config.is_file():
+            ObjectStore(url).take_files((ENVIRONMENT, CONFIG), folder.root)  # of the part before
         if any(word.lstrip("+").startswith("rollout.num_workers=") for word in overrides):
             folder.workers_asked.unlink(missing_ok=True)
         for option in (changes := changed_options(folder, config)):

@@ -167,9 +167,9 @@ class ObjectStore:
         for name in [*names, MANIFEST]:
             self._get(f"{_name(step)}/{name}", into / name)
 
-    def take_records(self, run: Path) -> None:
-        """Fetch the files of a run that a resume goes on with, as far as they are there."""
-        for name in RECORDS:
+    def take_files(self, names: Iterable[str], run: Path) -> None:
+        """Fetch files of the run, as far as they are there."""
+        for name in names:
             self._get(name, run / name)
 
     def _get(self, name: str, path: Path) -> None:

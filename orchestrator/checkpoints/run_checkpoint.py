@@ -34,7 +34,7 @@ from slipstream.conf.json_files import JsonObject, object_in, object_or_empty
 from slipstream.conf.schema import Order, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.loop_state import RunState, lines_of, state_of
 from slipstream.orchestrator.checkpoints.manifest import FORMAT, fsync, read_json, verify, write_manifest
-from slipstream.orchestrator.checkpoints.object_store import MANIFEST, CheckpointUploads, ObjectStore
+from slipstream.orchestrator.checkpoints.object_store import MANIFEST, RECORDS, CheckpointUploads, ObjectStore
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
 from slipstream.orchestrator.files.may_write import check_own, is_own
@@ -212,7 +212,7 @@ class CheckpointStore:
         here = self._newest_whole_step(resume)
         for step in reversed([step for step in remote.steps() if step > here]):
             if (partial := self._fetch(remote, step)) is not None:
-                remote.take_records(self.folder.parent)  # before the name: who finds one here fetches nothing again
+                remote.take_files(RECORDS, self.folder.parent)  # before the name: who finds one fetches nothing
                 best = object_in(self.folder / "best.json").get("step") or 0
                 is_missing = best != step and best in remote.steps() and self.of_step(best) is None
                 if is_missing and (kept := self._fetch(remote, best)) is not None:

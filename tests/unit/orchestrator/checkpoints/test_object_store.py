@@ -287,7 +287,7 @@ def test_a_resume_goes_on_from_the_newest_whole_checkpoint_of_both_places(
         assert (found.step, len(found.damaged)) == (step, 0 if is_there else list(here.values()).count(False))
     if is_there:
         with monkeypatch.context() as away, pytest.raises(ObjectStoreError):  # the next resume makes up for it
-            away.setattr(ObjectStore, "take_records", Mock(side_effect=ObjectStoreError("the network is away")))
+            away.setattr(ObjectStore, "take_files", Mock(side_effect=ObjectStoreError("the network is away")))
             store.to_resume("x")
     if step is None:
         with pytest.raises(CheckpointError, match="holds no complete checkpoint"):

@@ -126,13 +126,21 @@ def test_a_run_whose_description_is_damaged_can_be_resumed(tmp_path: Path, left:
     assert f"{folder.config} cannot be read" in line
 
 
+@pytest.mark.parametrize("is_in_store", [False, True])
 @pytest.mark.parametrize("has_started", [False, True])
 def test_options_of_a_resume_become_the_runs_own_when_its_start_is_over(
-    has_started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_started: bool, is_in_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also on a machine that has nothing of the run: what it ran with before is in the store."""
     folder = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
     write_description(folder, RunConfig(), [])
     before = folder.config.read_text(), folder.environment.read_text()
+    section = RunSection(dir=str(tmp_path), resume=str(folder.root), seed=7)
+    if is_in_store:
+        section = replace(
+            section, dir=str(tmp_path / "elsewhere"), resume=folder.root.as_uri(), checkpoint_dir=tmp_path.as_uri()
+        )
+        folder = open_run_folder(section, NOON)
     seen: list[int] = []
 
     async def refused(config: RunConfig, folder: RunFolder, *_: object) -> None:
@@ -142,7 +150,6 @@ def test_options_of_a_resume_become_the_runs_own_when_its_start_is_over(
         raise ConfigError("no")
 
     monkeypatch.setattr("slipstream.orchestrator.run.reinforce", refused)
-    section = RunSection(dir=str(tmp_path), resume=str(folder.root), seed=7)
     with pytest.raises(ConfigError, match="no"):
         run(RunConfig(run=section, cluster=ClusterConfig(ray_address="elsewhere")), ["run.seed=7"], folder)
     assert seen == [7]
