@@ -100,7 +100,7 @@ class Learner:
             self.num_updates, self._place = self.num_updates + 1, self._place + 1
         else:
             logger.warning(
-                "rank %d refused an update at version %d: gradient norm %s, or a loss, is not finite",
+                "rank %d refused an update of the step after version %d: gradient norm %s, or a loss, is not finite",
                 self._rank, self.policy_version, grad_norm,
             )  # fmt: skip
         self.drop_gradients()

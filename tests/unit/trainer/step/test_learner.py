@@ -86,7 +86,7 @@ def test_clipping_scales_to_the_bound_and_only_above_it():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("what", ["gradient", "loss"])
-def test_a_non_finite_step_changes_nothing(what, bad):
+def test_a_non_finite_step_changes_nothing(what, bad, caplog):
     learner = make(OptimConfig(lr=0.1, warmup_steps=2), torch.tensor([1.0, 2.0]))
     step(learner, torch.ones(2))
     before = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
@@ -95,6 +95,7 @@ def test_a_non_finite_step_changes_nothing(what, bad):
     assert not result.is_finite and math.isfinite(result.grad_norm) == (what == "loss")
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state_tensors().items())
     assert learner.num_updates == 1 and step(learner, torch.ones(2)).is_finite
+    assert "an update of the step after version 1:" in caplog.text, "whose row may have 1, or 2 for others applied"
 
 
 def test_missing_gradients_count_as_zeros_so_that_layouts_agree():
