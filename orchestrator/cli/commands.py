@@ -11,6 +11,7 @@ Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help`
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.metadata
 import os
 import sys
@@ -21,9 +22,12 @@ from typing import NamedTuple
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.orchestrator.cli import flags as cli_flags, offline_commands, run_commands, start_commands, texts
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say, tell
-from slipstream.orchestrator.files.may_write import NUMBERS as FULL
+from slipstream.orchestrator.files.may_write import LOST, NUMBERS as FULL
 from slipstream.orchestrator.signals import wound_down_by_signals
 from slipstream.orchestrator.socket_folder import for_engines_alone
+
+_OUT_OF_REACH = (errno.EACCES, errno.ENAMETOOLONG, *LOST)
+"""What a path sets errno to that was given and cannot even be looked at."""
 
 
 def carry_out(words: list[str]) -> int:
@@ -49,6 +53,8 @@ def carry_out(words: list[str]) -> int:
         _write_nothing_more()  # the reader of our output (a pager, head) has gone
         return EXIT_OK
     except OSError as error:
+        if error.errno in _OUT_OF_REACH and error.filename is not None:
+            return say(f"{error.filename} cannot be reached: {error.strerror}; name a path that this user may use")
         if error.errno not in FULL:
             raise
         output = error.filename or os.path.realpath("/proc/self/fd/1")

@@ -67,7 +67,7 @@ def _is_users(error: SlipstreamError) -> bool:
     return isinstance(error, (ConfigError, DataError, CheckpointError, ObjectStoreError, WatermarkError))
 
 
-def say(error: SlipstreamError) -> int:
+def say(error: SlipstreamError | str) -> int:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_USAGE
 

@@ -41,6 +41,8 @@ Refuse = Callable[..., str]
         ("reward.kind=no_such_package.rewards:score", ["reward.kind=no_such_package.rewards:score"]),
         ("reward.kind=json:no_such_function", ["reward.kind=json:no_such_function"]),
         ("run.resume=runs/latest", ["run.resume=runs/latest: no such folder"]),
+        (f"run.dir={'r' * 256}", ["rr/latest cannot be reached: File name too long; name a path"]),
+        (f"data=files data.path={'d' * 256}.jsonl", ["dd.jsonl/state.json cannot be reached: File name too long"]),
         ("cluster.ray_address=127.0.0.1:9", ["cluster.ray_address=127.0.0.1:9", "cluster=local"]),
     ],
 )
