@@ -59,20 +59,31 @@ _SENTENCES = tuple(os.strerror(number) for number in NUMBERS)
 
 @contextmanager
 def naming_a_full_disk(path: Path) -> Generator[None]:
-    """Turn the error of a full disk, an exhausted quota or a file size limit into DiskFull, and that of a disk which is
-    gone into DiskLost; both name a path. `path`: what is being written, where the error itself does not say so."""
+    """Turn the error of a full disk, an exhausted quota or a file size limit into DiskFull, and that of a disk or a
+    folder which is gone into DiskLost; both name a path. `path`: what is being written, where the error itself does not
+    say so; of a folder, others speak to terminals and sockets meanwhile."""
     try:
         yield
     except (DiskFull, DiskLost):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and (lost := _lost(error, path)) is not None:
+            raise DiskLost(lost) from error
         sentence = _full(error)
-        if isinstance(error, OSError) and error.errno in LOST and isinstance(error.filename, str):
-            raise DiskLost(f"{error.filename} is out of reach or read-only: {os.strerror(error.errno)}") from error
         if sentence is None:
             raise
         place = Path(str(getattr(error, "filename", None) or path))
         raise DiskFull(f"{place} cannot be written: {sentence} ({_free(place)})") from error
+
+
+def _lost(error: OSError, path: Path) -> str | None:
+    """What is gone, if that is why. An error of an open file has no name, as that of a socket has none."""
+    name = error.filename if isinstance(error.filename, str) else None if os.path.isdir(path) else path
+    if error.errno in LOST and name is not None:
+        return f"{name} is out of reach or read-only: {error.strerror}"
+    if error.errno == errno.ENOENT and not path.exists():
+        return f"{path} is gone: somebody has removed or moved it while the run went on"
+    return None
 
 
 def _full(error: BaseException) -> str | None:

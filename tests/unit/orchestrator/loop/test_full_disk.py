@@ -27,6 +27,8 @@ def test_a_disk_that_is_gone_is_named_and_nothing_else_is(number: int, tmp_path:
     lost = pytest.raises(DiskLost, match=f"^{journal} is out of reach or read-only: {said}$")
     with lost, naming_a_full_disk(tmp_path), naming_a_full_disk(tmp_path):
         raise OSError(number, said, str(journal))
+    with lost, naming_a_full_disk(journal):
+        raise OSError(number, said)  # of a file that is open
     with pytest.raises(OSError, match=said) as found, naming_a_full_disk(tmp_path):
         raise OSError(number, said)  # of a socket, or of a terminal
     assert type(found.value) is OSError
@@ -61,6 +63,9 @@ def test_only_the_error_of_a_full_disk_is_renamed(tmp_path: Path) -> None:
         raise OrchestratorError("trainer rank 0 failed with SafetensorError: No space left on device (os error 28)")
     with pytest.raises(FileNotFoundError), naming_a_full_disk(tmp_path):
         (tmp_path / "none").read_text()
+    run = tmp_path / "run"
+    with pytest.raises(DiskLost, match=f"^{run} is gone: somebody has removed or moved it"), naming_a_full_disk(run):
+        (run / "timeline.jsonl").touch()
 
 
 async def test_a_run_whose_rows_find_no_room_ends_and_goes_on_once_there_is_some(tmp_path: Path) -> None:
