@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,17 +167,29 @@ def is_slow_in_bfloat16(facts: Path = Path("/proc/cpuinfo")) -> bool:
     return bool(flags) and "avx512f" not in flags
 
 
-def memory_bytes() -> tuple[int, int]:
-    """(total, available) memory of this machine. The control group's limit counts as the total if it is smaller."""
+def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """(total, available) memory of this machine. A smaller limit of the control group, or of one around it, as those of
+    batch systems' jobs have, counts as both."""
     facts: dict[str, int] = {}
-    for line in _read(Path("/proc/meminfo")).splitlines():
+    for line in _read(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         facts[name] = int(rest.split()[0]) << 10 if rest.split() else 0
     total, available = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
-    limit = _read(Path("/sys/fs/cgroup/memory.max"))
-    if limit.isdigit():
-        total, available = min(total, int(limit)), min(available, int(limit))
-    return total, available
+    limit = min(_memory_limits(root), default=total)
+    return min(total, limit), min(available, limit)
+
+
+def _memory_limits(root: Path) -> Iterator[int]:
+    """Of this process's control groups, in both versions of their file system."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controller, group = line.split(":", 2)
+        if controller in ("", "memory"):
+            top = root / "sys/fs/cgroup" / controller
+            own = top / group.lstrip("/")  # in a container its folder may not be there, but the one on top is its own
+            for folder in (own, *own.parents):
+                limit = _read(folder / ("memory.limit_in_bytes" if controller else "memory.max"))
+                if limit.isdigit():
+                    yield int(limit)
 
 
 def free_bytes(folder: Path) -> int:

@@ -13,6 +13,7 @@ from slipstream.orchestrator.machine import (
     count_gpus,
     is_port_free,
     list_rdma_nics,
+    memory_bytes,
     nearest_existing,
     parse_gpu_list,
     parse_topology,
@@ -53,6 +54,30 @@ def test_topology_says_what_joins_gpus_and_which_nic_serves_which_and_the_list_t
         Gpu(0, "NVIDIA H200", 143771 << 20, "580.82.07"),
         Gpu(1, "NVIDIA H200", 0, "580.82.07"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits"),
+    [
+        ("0::/", {"memory.max": "3000"}),  # a container
+        ("0::/job_7/step_0/task", {"job_7/step_0/memory.max": "max", "job_7/memory.max": "3000"}),  # Slurm
+        ("5:cpu:/x\n4:memory:/job_7", {"memory/job_7/memory.limit_in_bytes": "3000", "x/memory.max": "1"}),
+        ("4:memory:/docker/a1\n0::/", {"memory/memory.limit_in_bytes": "3000"}),
+        ("0::/", {"memory.max": "9000"}),
+        ("", {}),
+    ],
+)
+def test_memory_is_what_a_control_group_or_one_around_it_leaves(
+    tmp_path: Path, groups: str, limits: dict[str, str]
+) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 4 kB\nMemAvailable: 2 kB\n",
+        "proc/self/cgroup": f"{groups}\n" if groups else "",
+    }
+    for name, text in (files | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_bytes(tmp_path) == ((3000, 2048) if "3000" in limits.values() else (4096, 2048))
 
 
 def test_rdma_nics_are_read_from_sysfs(tmp_path: Path) -> None:
