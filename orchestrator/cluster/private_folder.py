@@ -35,6 +35,7 @@ from pathlib import Path
 
 import psutil
 
+from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.files.run_folder import Inside
 from slipstream.orchestrator.socket_folder import DOOR, socket_folder
 
@@ -57,7 +58,8 @@ class PrivateFolder:
     _shared_memory = Inside("shared_memory")
 
     def note_shared_memory(self, names: set[str]) -> None:
-        self._shared_memory.write_text("\n".join(sorted(names)))
+        with contextlib.suppress(OSError):  # a full disk: what is noted stays, and whoever notes it holds the whole run
+            write_whole(self._shared_memory, "\n".join(sorted(names)))
 
     def keep_logs(self, target: Path) -> None:
         """Copy the logs, as far as there is room. Links are left out, and a copy is readable by the owner alone."""

@@ -26,10 +26,12 @@ from slipstream.orchestrator.cluster.private_folder import (
 from slipstream.orchestrator.cluster.ray_host import _PR_SET_CHILD_SUBREAPER
 
 OWNER = """
-import sys
+import resource, sys
 from slipstream.orchestrator.cluster.private_folder import make_private_folder
 folder, lock = make_private_folder()
 folder.note_shared_memory(set(sys.argv[1:]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # like a disk that is full from here on
+folder.note_shared_memory({"psm_later", *sys.argv[1:]})
 print(folder.root, flush=True)
 sys.stdin.read()
 """
