@@ -42,7 +42,7 @@ class World:
             dtype=DType.bfloat16,
             mode=mode,
             optim=OptimConfig(lr=lr),
-            weight_sync=WeightSyncConfig(**{"delta_bytes": ZONE_BYTES, "timeout_s": 5.0, **options}),
+            weight_sync=WeightSyncConfig(**{"delta_bytes": ZONE_BYTES, **options}),
         )
         self.fabric = MemoryFabric()
         self.links = [MemoryTransport(self.fabric) for _ in range(num_engines)]
@@ -113,5 +113,5 @@ def fill_from_peer(receivers: Sequence[Receiver], peers: Sequence[Receiver]) -> 
     """Read and serve what another engine serves, rank by rank."""
     for receiver, peer in zip(receivers, peers, strict=True):
         offer = make_offer(peer)
-        pull(receiver, offer, timeout_s=5.0)
+        pull(receiver, offer, timeout_s=60.0)
         receiver.adopt(offer.version, offer.epoch)

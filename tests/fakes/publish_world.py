@@ -25,7 +25,7 @@ class World:
 
     def __init__(
         self, num_replicas: int = 2, *, num_ranks: int = 1, num_ranks_of_last: int = 2, zone: int = 0,
-        timeout_s: float = 10.0, verify_hashes: bool = True,
+        timeout_s: float = 60.0, verify_hashes: bool = True,
     ) -> None:  # fmt: skip
         self.fabric = MemoryFabric()
         self.room = Room(num_ranks)

@@ -170,6 +170,7 @@ def test_mistakes_in_one_word_are_named(word: str, parts: list[str]) -> None:
     assert "\n" not in message
     for part in parts:
         assert part in message
+    assert ("data.sources=" in message) == word.startswith("data.path=["), "a cure of another mistake"
 
 
 LOOP = (

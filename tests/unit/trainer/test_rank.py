@@ -230,7 +230,7 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself():
     """Real publishers over the memory link, of small tensors: a base and adapters that differ in nothing else."""
     fabric = MemoryFabric()
     transport = CountingTransport(fabric)
-    sync = WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16, timeout_s=10.0)
+    sync = WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16)
     rank = make_rank(weight_sync=sync)
     delivery = rank.delivery
     delivery.source, delivery.base_source = (publish.DictSource(0, num_ranks=1) for _ in range(2))  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from slipstream.weight_sync.errors import ReplicaError
 
 def test_an_engine_that_did_not_take_the_base_is_named_and_gets_no_adapters() -> None:
     fabric = MemoryFabric()
-    rank = make_rank(weight_sync=WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16, timeout_s=10.0))
+    rank = make_rank(weight_sync=WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16))
     delivery = rank.delivery
     delivery.source, delivery.base_source = (publish.DictSource(0, num_ranks=1) for _ in range(2))  # type: ignore[assignment]
     links = [[MemoryTransport(fabric) for _ in range(2)] for _ in range(4)]

@@ -196,7 +196,7 @@ def test_an_engine_reads_a_peer_while_changes_land_there_and_does_not_adopt_what
     def read_once(*_):
         if not read:
             assert peer.state.is_serving
-            read.append(pull(reader, offer, timeout_s=5.0))
+            read.append(pull(reader, offer, timeout_s=60.0))
 
     with monkeypatch.context() as patch:
         before_writes(world, patch, read_once)

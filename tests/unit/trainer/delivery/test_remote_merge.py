@@ -73,7 +73,7 @@ class World:
     """A trainer rank and one engine."""
 
     def __init__(self, folder: Path, flipped: str = "", fault: str = "") -> None:
-        sync = WeightSyncConfig(remote_merge=RemoteMerge.host, timeout_s=5.0)
+        sync = WeightSyncConfig(remote_merge=RemoteMerge.host)
         self.folder, self.rank = folder, make_rank(dtype=DType.bfloat16, weight_sync=sync)
         self.rank.states.save_merged(folder / "base")
         self.metas = self.rank.decoder.spec.checkpoint_tensors("bfloat16")

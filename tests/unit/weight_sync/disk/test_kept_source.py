@@ -19,7 +19,7 @@ from slipstream.weight_sync.replica.receiver import Receiver
 
 SHAPES = {"embed": (300, 16), REPACKED: (64, 64), "up": (200, 64), "down": (64, 200), "norm": (40,), "bias": (64,)}
 """bias is float32."""
-CONFIG = WeightSyncConfig(watermark_bytes=1 << 20, delta_bytes=1 << 14, timeout_s=5.0)
+CONFIG = WeightSyncConfig(watermark_bytes=1 << 20, delta_bytes=1 << 14)
 NUM_BYTES = sum(torch.Size(shape).numel() * (4 if name == "bias" else 2) for name, shape in SHAPES.items())
 
 
