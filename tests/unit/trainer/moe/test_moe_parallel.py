@@ -20,6 +20,8 @@ from slipstream.conf.schema import TrainMode
 from slipstream.trainer.weights.loading import CheckpointReader
 from slipstream.weight_sync.layout import Region
 
+pytestmark = pytest.mark.timeout(1200)
+"""The first test spawns the worlds: 200 s on two cores that have five times as much to do."""
 UNEVEN = {**MIXED, "num_experts": 7, "vocab_size": 97, "tie_word_embeddings": True}
 """Rows and local experts that no rank count divides; one table for embedding and head."""
 
