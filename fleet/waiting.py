@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
+from slipstream.conf.deadlines import STOPPED_S
 from slipstream.conf.failures import in_daemon_thread, in_words, outcome_when_done
 from slipstream.fleet.errors import WaitTimeout
 
@@ -12,10 +13,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAY_EVERY_S = 30.0
-_STOPPED_S = 5.0
-"""A wait that ends so much later than it should says that this process was stopped (SIGSTOP, a virtual machine that
-moves), and not who is awaited.
-"""
 
 
 async def wait_for(
@@ -43,7 +40,7 @@ async def wait_for(
             await asyncio.wait({task}, timeout=look_in_s)
             if task.done():
                 return task.result()
-            if now() - began > look_in_s + _STOPPED_S:
+            if now() - began > look_in_s + STOPPED_S:
                 since += now() - began  # this process did not run: answers may be there that it has not read yet
             if progress and progress() != seen:
                 since, seen = now(), progress()

@@ -29,6 +29,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 
+from slipstream.conf.deadlines import within
 from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.agents.agent_pool import agent_pool, run_episode
 from slipstream.rollout.agents.chat_text import FolderChatText
@@ -109,7 +110,7 @@ class Service:
         self._episodes[key] = episode
         limit_s = self._options.episodes.timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with within(limit_s):
                 outcome = await run_episode(self._pool, task, self._base_url, key)
         except TimeoutError:
             report = f"the episode took longer than rollout.episodes.timeout_s={limit_s:g} seconds"

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slipstream.conf.deadlines import within
 from slipstream.conf.json_files import is_list
 from slipstream.conf.schema import reward_part
 from slipstream.rollout.rewards.counting import counted
@@ -53,7 +54,7 @@ async def _judge_soon(reward: Reward, timeout_s: float, *question: Any) -> list[
     """The same with a reward that is a coroutine."""
     with counted() as counts:
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with within(timeout_s) as limit:
                 outcomes = _outcomes(reward, await reward.call(*question), len(question[1]))
         except asyncio.CancelledError:
             raise

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream.conf.deadlines import STOPPED_S, within
 from slipstream.conf.errors import ConfigError
 from slipstream.rollout.channel import Disconnected, Garbled
 from slipstream.rollout.user_processes.kept_process import KeptProcess
@@ -138,7 +139,7 @@ class UserProcess:
         try:
             if self._lost is not None:
                 raise Lost(DIED, f"the {what} process was ended because of another question")
-            async with asyncio.timeout(timeout_s):
+            async with within(timeout_s):
                 self._kept.channel.send([number, *message])
                 await self._kept.channel.sent()
                 did = "gave no answer"
@@ -215,8 +216,11 @@ class UserProcess:
         limit_s = self._program.silence_s
         if limit_s is None:
             return
-        while time.monotonic() - self._heard_at <= limit_s:
-            await asyncio.sleep(min(ALIVE_EVERY_S, limit_s / 4))
+        pause_s = min(ALIVE_EVERY_S, limit_s / 4)
+        while (began := time.monotonic()) - self._heard_at <= limit_s:
+            await asyncio.sleep(pause_s)
+            if time.monotonic() - began > pause_s + STOPPED_S:  # nobody ran: it is listened to anew
+                self._heard_at = time.monotonic()
         report = f"the event loop of the {self._program.what}'s process did not turn for {limit_s:g} s: something in "
         report += "it blocks (time.sleep, requests, a long computation); await instead, or use a thread"
         self._end_with(Lost(BLOCKED, report))

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,22 @@ async def test_a_question_that_takes_too_long_ends_the_process_of_the_others(wor
     assert await world.lost(other) == OTHERS
     await ending
     assert world.played.ended_at_once == [True]
+
+
+@pytest.mark.parametrize("world", [10.0], indirect=True)
+async def test_time_in_which_both_processes_were_stopped_is_not_held_against_the_other_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one goes on first: whatever it waited for is due before the other one can answer."""
+    clock, stopped_s = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + stopped_s)
+    asked = world.ask("a")
+    await world.other.receive()
+    stopped_s = 3600.0
+    for _ in range(10):
+        await asyncio.sleep(0)
+    world.other.send([1, "here"])
+    assert await asked == ["here"]
 
 
 async def test_a_question_that_a_process_does_not_read_is_late_and_says_so(world: World) -> None:
