@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -67,6 +68,8 @@ _END_TIMEOUT_S = 10.0
 _VITAL = ("gcs_server", "raylet")
 HOST = "ray-host"
 """Name of this process, in the run folder too."""
+START_S = 360.0
+"""Longest start of Ray. A controller that lives has ended it before (ray_cluster.RAY_TIMEOUT_S)."""
 LEASE_S = 300.0
 """How long everything waits for another controller. GPUs are held meanwhile."""
 
@@ -99,7 +102,10 @@ def main(options: HostOptions) -> None:
     if options.workers_import_under is not None:
         with output_in(PrivateFolder(Path(options.folder)).fork_server_log):
             fork_server.begin(options.workers_import_under, also=[worker_process.PRELOAD])
+    # Where a raylet cannot start it hangs, and lets no thread run that would see the controller go.
+    faulthandler.dump_traceback_later(START_S, exit=True)
     _start_ray(options, controller)
+    faulthandler.cancel_dump_traceback_later()
     own = {child.pid for child in psutil.Process().children()}
     while True:  # the kernel ends Ray's servers when the thread that started them ends: this one must not
         reap_orphans(own)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -72,6 +73,31 @@ def test_without_a_word_everything_ends_with_the_controller(host: Host, words: b
     assert host.reached.has_let_go == bool(words)
     os.close(host.controller)
     assert host.ends()
+
+
+def test_a_start_in_which_ray_hangs_and_lets_no_thread_run_ends_all_the_same(tmp_path: Path) -> None:
+    ray = tmp_path / "ray"
+    (ray / "_private").mkdir(parents=True)
+    (ray / "_private" / "worker.py").touch()
+    (ray / "__init__.py").write_text("import ctypes\ndef init(**_): ctypes.PyDLL(None).sleep(600)")  # holds the GIL
+    folders = dict.fromkeys(("folder", "logs", "crashes"), str(tmp_path))
+    program = f"""
+from slipstream.orchestrator.cluster import ray_host
+ray_host.START_S = 1.0
+ray_host.main(ray_host.HostOptions(**{folders}, has_dashboard=False, object_store_bytes=0, workers_import_under=None))
+"""
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    hung = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        assert hung.wait(60) == 1
+        assert hung.stderr is not None and b"Timeout (0:00:01)" in hung.stderr.read()
+    finally:
+        hung.kill()
 
 
 def test_when_held_it_ends_after_the_lease(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
