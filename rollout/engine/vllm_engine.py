@@ -169,7 +169,7 @@ class VllmEngine(Engine):
     ) -> Any:
         """Run one request to its end. Returns vLLM's last output."""
         from vllm.lora.request import LoRARequest
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         # The salt keeps requests from using prefix blocks of another version that were not dropped.
         salt = f"policy version {self.version}" if adapter is None else adapter.name
@@ -187,6 +187,8 @@ class VllmEngine(Engine):
                 return final
             except EngineDeadError as e:
                 raise self.process.death() from e
+            except EngineGenerateError as e:  # it has no word of its own
+                raise (e.__cause__ or e) from None
             finally:
                 self._adapters.pop(request_id, None)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from slipstream.conf.schema import SamplingConfig
 from slipstream.rollout.engine.vllm_engine import VllmEngine
@@ -69,8 +70,10 @@ async def test_siblings_have_seeds_of_their_own_and_end_where_one_fails(engine: 
     group = asyncio.create_task(engine.generate_group([1, 2], 3, SAMPLING, seed=5))
     await client.has(3)
     assert client.seeds == {"rollout-0": 5, "rollout-1": 6, "rollout-2": 7}
-    client.ends["rollout-1"].set_exception(ValueError("it is too long"))
-    with pytest.raises(EngineError, match="it is too long"):
+    failed = EngineGenerateError()  # as vLLM raises it, without a word of its own
+    failed.__cause__ = RuntimeError("can't start new thread")
+    client.ends["rollout-1"].set_exception(failed)
+    with pytest.raises(EngineError, match="4 new tokens: RuntimeError: can't start new thread"):
         async with asyncio.timeout(60):  # or the others go on without an end
             await group
     assert sorted(client.left) == ["rollout-0", "rollout-1", "rollout-2"]
