@@ -88,14 +88,13 @@ class PromptRows:
                             f"{where}: column {column!r} ({section}.kind={kind}) holds {self.left_out[column]}; write "
                             "it as text"
                         )
-                    or_option = f"{section}.{option}, or " if option else ""
-                    cure = f"set {or_option}data.columns.{column}=COLUMN"
+                    has = f"its other columns are {listed(prompt.fields)}; set "
+                    cure = (f"{section}.{option}, or " if option else "") + f"data.columns.{column}=COLUMN"
+                    if not prompt.fields:
+                        has, cure = "the row has no others; ", f"add it, or set {section}.kind=FILE.py:function"
                     if self._config.algorithm.advantage == "none":
                         cure += ", or reward=none, as algorithm.advantage=none learns from no reward"
-                    raise DataError(
-                        f"{where}: no column {column!r} for {section}.kind={kind}; its other columns are "
-                        f"{listed(prompt.fields)}; {cure}"
-                    )
+                    raise DataError(f"{where}: no column {column!r} for {section}.kind={kind}; {has}{cure}")
                 told = f"{where}: column {column!r} ({section}.kind={kind})"
                 if kind in READ_AN_ANSWER:
                     _check_answer(prompt.fields[column], told)

@@ -8,6 +8,7 @@ Owns: how a row is shown, and what is said of answers without the thinking that 
 import itertools
 from collections.abc import Sequence
 
+from slipstream.conf.plural import counted
 from slipstream.orchestrator.inputs.rows.conversations import Conversation, Lesson
 from slipstream.orchestrator.inputs.rows.preferences import ANSWERS
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
@@ -19,7 +20,7 @@ MAX_SHOWN = 600
 
 def shown_row(row: Prompt | Lesson, decoder: TextEncoder) -> str:
     if isinstance(row, Prompt):
-        return f"{len(row.token_ids)} tokens: {_cut(decoder.decode(row.token_ids))}"
+        return f"{counted(len(row.token_ids), 'token')}: {_cut(decoder.decode(row.token_ids))}"
     if row.are_compared:
         return ", ".join(f"{name} {_shown(one, decoder)}" for name, one in zip(ANSWERS, row.sequences, strict=True))
     first, *others = row.sequences

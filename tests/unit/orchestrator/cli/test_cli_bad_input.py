@@ -68,7 +68,7 @@ GOOD = '{"prompt": "1a=", "answer": "a"}\n'
             {"p.jsonl": '{"prompt": "1b="}\n'},
             "data.path=p.jsonl reward=exact_match algorithm=distill algorithm.teacher.base_url=http://127.0.0.1:9/v1 "
             "algorithm.teacher.model=t run.num_steps=0",
-            ["data.columns.answer=COLUMN, or reward=none"],
+            ["the row has no others; add it, or set reward.kind=FILE.py:function, or reward=none"],
         ),
         (
             {"p.jsonl": '{"prompt": "1a=", "target": {"value": "a"}}\n'},

@@ -31,6 +31,7 @@ def test_taught_tokens_are_marked_run_by_run() -> None:
         == f"chosen {shown}, rejected 2 tokens (1 taught): 'a>>>b<<<'"
     )
     assert shown_row(Prompt(0, (2, 0), "of no use"), Letters()) == "2 tokens: 'ca'"
+    assert shown_row(Prompt(0, (2,), "of no use"), Letters()) == "1 token: 'c'"
 
 
 def test_of_a_long_row_both_ends_are_shown() -> None:
