@@ -21,6 +21,7 @@ it, since its checkpoints are on its own disk.
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import threading
@@ -127,7 +128,7 @@ class ObjectStore:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         with self._speaking("cannot be listed") as (fs, root):
-            found = fs.glob(f"{root}/step-*/{MANIFEST}")
+            found = fs.glob(f"{glob.escape(root)}/step-*/{MANIFEST}")
             return sorted(step for path in found if (step := _step(PurePosixPath(path).parent.name)) is not None)
 
     @_soon

@@ -400,6 +400,14 @@ def test_what_a_driver_raises_is_told_with_what_to_do(
         remote.text("config.yaml")
 
 
+def test_the_name_of_a_run_is_no_pattern(tmp_path: Path) -> None:
+    for name in ("run[1]", "run*", "run-1"):
+        (tmp_path / name / f"step-{len(name):06d}").mkdir(parents=True)
+        (tmp_path / name / f"step-{len(name):06d}" / "manifest.json").touch()
+        assert ObjectStore(f"file://{tmp_path}/{name}").steps() == [len(name)]
+    assert ObjectStore(f"file://{tmp_path}/run*").steps() == [4]
+
+
 def test_a_manifest_that_names_files_elsewhere_is_refused(remote: ObjectStore, tmp_path: Path) -> None:
     folder = tmp_path / "store" / "run-1" / "step-000001"
     folder.mkdir(parents=True)
