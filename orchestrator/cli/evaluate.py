@@ -29,6 +29,7 @@ from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.inputs.model_files import download_first
 from slipstream.trainer.weights.stored_adapter import options_of, read_stored_adapter
 
+NOTHING_HELD_OUT = "slipstream eval needs held-out prompts: set data.eval_path=FILE, or data.eval_sets.NAME=FILE"
 NO_USE = (
     "run.num_steps",
     "run.resume",
@@ -104,6 +105,8 @@ def _data_of(overrides: Sequence[str]) -> list[str]:
         return words
     names = [name for name in given if name == "data.eval_path" or name.startswith("data.eval_sets.")]
     held_out = [given[name] for name in names if given[name] not in ("", "null")]
+    if not held_out:
+        raise ConfigError(NOTHING_HELD_OUT)
     return [*words, *(f"data.path={path}" for path in held_out[:1])]
 
 
@@ -128,7 +131,7 @@ def _evaluated(config: RunConfig, adapter: Path | None, name: str, weights: str 
             f"held-out figures are in metrics.jsonl ({', '.join(choosing_metrics(config))})"
         )
     if not config.data.held_out_sources:
-        raise ConfigError("slipstream eval needs held-out prompts: set data.eval_path, or data.eval_sets.NAME")
+        raise ConfigError(NOTHING_HELD_OUT)
     trainer = config.trainer
     if adapter is not None:
         if not (adapter / "adapter_config.json").is_file():

@@ -90,6 +90,8 @@ def test_a_model_is_evaluated_as_it_is(run: Path, tmp_path: Path) -> None:
     assert (config.model.path, config.data.path) == (str(model), "train.jsonl")
     with pytest.raises(ConfigError, match="--checkpoint best is of a run"):
         eval_config(model, None, "best", words)
+    with pytest.raises(ConfigError, match=r"needs held-out prompts: set data\.eval_path=FILE"):
+        eval_config(model, None, None, [])
 
 
 def test_the_export_of_a_run_that_trained_everything_is_no_adapter(run: Path) -> None:
