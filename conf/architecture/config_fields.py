@@ -14,6 +14,11 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonMapping, JsonObject, is_object
 
 
+LARGEST, LARGEST_NUMBER = (1 << 31) - 1, 1e18
+MOST_LAYERS, MOST_EXPERTS = 1024, 4096
+"""No model comes near these. With more, the list of a model's tensors would not fit into memory."""
+
+
 class Fields(JsonObject):
     """A config.json, or a part of one, that notes which fields are looked for."""
 
@@ -29,18 +34,20 @@ class Fields(JsonObject):
         self.asked.add(key)
         return super().__getitem__(key)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        return self._whole(key, default, 1, "a positive whole number")
+    def size(self, key: str, default: int | None = None, most: int = LARGEST) -> int:
+        return self._whole(key, default, 1, "a positive whole number", most)
 
     def count(self, key: str, default: int | None = None) -> int:
         return self._whole(key, default, 0, "a whole number from 0 on")
 
-    def _whole(self, key: str, default: int | None, least: int, what: str) -> int:
+    def _whole(self, key: str, default: int | None, least: int, what: str, most: int = LARGEST) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"model.hf_config.{key} must be {what}, got {value!r}")
+        if value > most:
+            raise ConfigError(f"model.hf_config.{key} must be at most {most}, got {value!r:.40}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -87,7 +94,7 @@ class Fields(JsonObject):
 
     @property
     def num_layers(self) -> int:
-        return self.size("num_hidden_layers")
+        return self.size("num_hidden_layers", most=MOST_LAYERS)
 
     @property
     def hidden_per_head(self) -> int:
@@ -149,7 +156,7 @@ class Fields(JsonObject):
         given = [name for name in names if self.get(name) is not None]
         if not given:
             raise ConfigError(f"model.hf_config: the number of experts must be given, as one of {', '.join(names)}")
-        num_experts = self.size(given[0])
+        num_experts = self.size(given[0], most=MOST_EXPERTS)
         if any(self[name] != num_experts for name in given[1:]):
             raise ConfigError(f"model.hf_config: {' and '.join(given)} are one size under two names, and must be equal")
         chosen = self.size(top_k)
@@ -223,7 +230,7 @@ class Fields(JsonObject):
                 "model.hf_config: rope_scaling and rope_parameters have fields that are not read: "
                 f"{', '.join(unknown)}; read are {', '.join(sorted(_ROPE_FIELDS))}"
             )
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
         if kind not in _ROPE_SCALINGS:
             raise ConfigError(
                 f"model.hf_config: RoPE type {kind!r} is not supported; supported: "
@@ -247,16 +254,19 @@ class Fields(JsonObject):
 
 
 def _yarn(config: Fields, rope: Fields) -> YarnScaling:
-    original = rope.get("original_max_position_embeddings") or config.size("max_position_embeddings")
-    factor = rope.get("factor") or config.size("max_position_embeddings") / original
+    def number(key: str) -> float | None:
+        """None where it is missing, null or 0."""
+        return _number(rope, key) if rope.get(key) else None
+
+    original = number("original_max_position_embeddings") or config.size("max_position_embeddings")
     return YarnScaling(
-        factor=float(factor),
+        factor=float(number("factor") or config.size("max_position_embeddings") / original),
         original_max_positions=int(original),
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        mscale=rope.get("mscale"),
-        mscale_all_dim=rope.get("mscale_all_dim"),
-        attention_factor=rope.get("attention_factor"),
+        beta_fast=float(number("beta_fast") or 32),
+        beta_slow=float(number("beta_slow") or 1),
+        mscale=number("mscale"),
+        mscale_all_dim=number("mscale_all_dim"),
+        attention_factor=None if rope.get("attention_factor") is None else _number(rope, "attention_factor"),
         truncate=bool(rope.get("truncate", True)),
     )
 
@@ -278,8 +288,8 @@ def _linear(config: Fields, rope: Fields) -> LinearScaling:
 
 
 def _positive(value: object, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"{name} must be a positive number, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < LARGEST_NUMBER:
+        raise ConfigError(f"{name} must be a positive number, got {value!r:.40}")
     return value
 
 

@@ -38,9 +38,9 @@ def read_config(config: HfConfig, mla_norm_eps: MlaNormEps = MlaNormEps.rollout)
         ConfigError: unknown model_type, a missing size, or a feature that the decoder lacks.
     """
     model_type = config.get("model_type")
-    if model_type in _LEFT_OUT:
+    if (why := _LEFT_OUT.get(str(model_type))) is not None:
         raise ConfigError(
-            f"model.hf_config.model_type={model_type} is not supported: {_LEFT_OUT[model_type]}; supported: "
+            f"model.hf_config.model_type={model_type} is not supported: {why}; supported: "
             f"{', '.join(sorted(FAMILIES))} (docs/families.md)"
         )
     if (text := _WRAPPED.get(str(model_type))) is not None:

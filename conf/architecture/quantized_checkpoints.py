@@ -7,7 +7,8 @@ from dataclasses import replace
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import INT4_GROUP, CheckpointNames, ExpertFormat
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.failures import raised_as
+from slipstream.conf.json_files import JsonObject, is_list, object_or_empty
 
 FP8_BLOCK = [128, 128]
 """Rows and columns under one scale, as DeepSeek-V3 is published."""
@@ -24,13 +25,12 @@ def with_quantization(spec: ModelSpec, quantization: JsonObject) -> ModelSpec:
             f"supported, because {reason}; give a float checkpoint, and model.engine_format=checkpoint"
         )
     method, layout = quantization.get("quant_method"), quantization.get("format")
-    if method == "fp8" and list(quantization.get("weight_block_size") or ()) == FP8_BLOCK:
+    if method == "fp8" and quantization.get("weight_block_size") == FP8_BLOCK:
         return spec
     if method == "mxfp4" and spec.moe is not None and spec.moe.is_fused:
         return _packed(spec, ExpertFormat.mxfp4)
-    named: JsonObject = quantization.get("config_groups") or {}
-    groups = list(named.values())
-    weights: JsonObject = groups[0].get("weights") or {} if len(groups) == 1 else {}
+    groups = [object_or_empty(group) for group in object_or_empty(quantization.get("config_groups")).values()]
+    weights = object_or_empty(groups[0].get("weights")) if len(groups) == 1 else {}
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
     got = {key: weights.get(key) for key in wanted}
     is_int4 = method == "compressed-tensors" and layout == "pack-quantized" and got == wanted
@@ -41,8 +41,10 @@ def with_quantization(spec: ModelSpec, quantization: JsonObject) -> ModelSpec:
             f"pack-quantized {wanted} or gpt-oss's mxfp4, or fp8 with weight_block_size={FP8_BLOCK}: give one of "
             "these (GPTQ, AWQ and bitsandbytes are not among them)"
         )
+    ignored = quantization.get("ignore")
+    patterns = [one for one in ignored if isinstance(one, str)] if is_list(ignored) else []
     for linear in _other_linears(spec):
-        if not any(_matches(pattern, linear) for pattern in quantization.get("ignore") or ()):
+        if not any(_matches(pattern, linear) for pattern in patterns):
             raise ConfigError(
                 f"model.hf_config.quantization_config.ignore does not name {linear}: only routed experts may be packed"
             )
@@ -76,4 +78,5 @@ def _other_linears(spec: ModelSpec) -> Iterator[str]:
 
 def _matches(pattern: str, module: str) -> bool:
     """Match as compressed-tensors does: a whole name, or a regular expression from the name's start after "re:"."""
-    return re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
+    with raised_as(ConfigError, f"model.hf_config.quantization_config.ignore has {pattern!r}: "):
+        return re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module

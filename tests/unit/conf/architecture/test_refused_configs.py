@@ -74,6 +74,17 @@ def changed(config, changes):
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config=.* is not supported"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, got 'small'"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts"),
+        ({"model_type": ["qwen3_moe"]}, r"must be one of deepseek_v3, .*, got \['qwen3_moe'\]"),
+        *(({"rms_norm_eps": one}, "rms_norm_eps must be a positive") for one in (float("nan"), float("inf"), 10**400)),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1024, got 1000000000"),
+        ({"num_experts": 10**9}, "num_experts must be at most 4096, got 1000000000"),
+        ({"hidden_size": 10**400}, "hidden_size must be at most 2147483647, got 10000"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r"RoPE type \"\['yarn'\]\" is not supported"),
+        *(
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, field: value}}, f"RoPE's {field} must be a positive")
+            for field in ("factor", "beta_fast", "mscale", "original_max_position_embeddings")
+            for value in ("abc", [1], float("nan"))
+        ),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
@@ -156,6 +167,7 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (GLM_LITE, {"first_k_dense_replace": ...}, "first_k_dense_replace must be given for glm4_moe_lite"),
         (GLM, {"partial_rotary_factor": 0.2}, "must turn an even number of at most 16 dims, got 3"),
         (GLM, {"n_shared_experts": ...}, "n_shared_experts must be given for glm4_moe"),
+        (GLM, {"n_shared_experts": [1]}, "n_shared_experts must be a whole number from 0 on"),
         (GLM, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for glm4_moe"),
         (GLM, {"sliding_window": 4}, "sliding_window=4 is not supported for glm4_moe"),
         (GPT_OSS, {"layer_types": ["full_attention"] * 2}, "sliding_attention and full_attention in turn for all 2"),
@@ -222,6 +234,9 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (KIMI_INT4, packed(ignore=IGNORE[1:]), "does not name lm_head: only routed experts"),
         (KIMI_INT4, packed(ignore=[IGNORE[0], *IGNORE[2:]]), "does not name model.layers.0.self_attn.q_a_proj"),
         (KIMI_INT4, packed(config_groups={"a": {"weights": {**WEIGHTS, "num_bits": 8}}}), "'num_bits': 8"),
+        *((KIMI_INT4, packed(config_groups=one), "'num_bits': None") for one in (3, {"a": 3}, {"a": {"weights": 3}})),
+        *((KIMI_INT4, packed(ignore=one), "does not name model.layers.0") for one in (3, [3])),
+        (KIMI_INT4, packed(ignore=["re:("]), r"ignore has 're:\(': error: missing \)"),
     ],
 )
 def test_what_an_engine_would_compute_otherwise_is_refused_by_name(hf_config, changes, message):
