@@ -26,7 +26,7 @@ def read_json_object(path: Path) -> JsonObject:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text; save the file as UTF-8") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # lists in lists in lists
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not is_object(content):
         raise ConfigError(f"{path} must hold a JSON object, got a {type(content).__name__}; give the model's own file")
@@ -37,7 +37,7 @@ def object_in(path: Path) -> JsonObject:
     """The object in a file; empty where there is none that can be read."""
     try:
         return object_or_empty(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

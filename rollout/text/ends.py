@@ -13,16 +13,23 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from slipstream.conf.json_files import JsonObject, read_json_object
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject, is_list, read_json_object
 
 
 def end_token_ids(folder: Path, tokenizer: Tokenizer | None = None) -> list[int]:
     """Every token that the folder calls an end, the tokenizer's first; empty if there is none. An id that is no token
-    of the model is left out: files have -1 for none. `tokenizer` is the folder's, where the caller has loaded it."""
+    of the model is left out: files have -1 for none. `tokenizer` is the folder's, where the caller has loaded it.
+    Raises: ConfigError, where a config has something else than numbers."""
     found = _tokenizer_end(folder, tokenizer)
     for name in ("generation_config.json", "config.json"):
-        value = _read(folder / name).get("eos_token_id")
-        found += [value] if isinstance(value, int) else list(value or ())
+        value: object = _read(folder / name).get("eos_token_id")
+        tokens = value if is_list(value) else [] if value is None else [value]
+        if not all(type(token) is int for token in tokens):
+            raise ConfigError(
+                f"{folder / name}: eos_token_id must be the number of a token, or a list of them, got {value!r:.60}"
+            )
+        found += tokens
     size = vocab_size(folder)
     return [token for token in dict.fromkeys(found) if token >= 0 and (size is None or token < size)]
 
@@ -38,7 +45,7 @@ def _tokenizer_end(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
         token = _read(folder / name).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         file = folder / "tokenizer.json"
-        if text and (tokenizer is not None or file.is_file()):
+        if text and isinstance(text, str) and (tokenizer is not None or file.is_file()):
             number = (tokenizer or Tokenizer.from_file(str(file))).token_to_id(text)
             return [] if number is None else [number]
     return []

@@ -90,5 +90,5 @@ def _parsed(value: object, what: str) -> object:
         return value
     try:
         return json.loads(value)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise DataError(f"{what} is text that is not JSON ({e}): {value!r:.60}") from e

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import HfConfig, JsonObject
+from slipstream.conf.json_files import HfConfig, JsonObject, is_list
 from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.merging.factors import MERGE_ROWS, ROUNDED_ROWS
 
@@ -55,7 +55,12 @@ class BlockFp8:
                     f"model: quantization_config.{key}={value!r} cannot be published merged; allowed: "
                     f"{' or '.join(repr(one) for one in allowed if one is not None)}"
                 )
-        return BlockFp8(frozenset(given.get("modules_to_not_convert") or ()))
+        skipped = given.get("modules_to_not_convert") or []
+        if not is_list(skipped) or not all(isinstance(module, str) for module in skipped):
+            raise ConfigError(
+                f"model: quantization_config.modules_to_not_convert must be a list of names, got {skipped!r:.60}"
+            )
+        return BlockFp8(frozenset(skipped))
 
     @staticmethod
     def hf_entry(tensors: Iterable[TensorMeta]) -> JsonObject:

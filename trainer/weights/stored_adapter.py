@@ -104,7 +104,7 @@ def read_stored_adapter(folder: Path, subject: str) -> StoredAdapter:
     path = folder / ADAPTER_CONFIG
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         what = f"no {path.name} is there" if isinstance(error, FileNotFoundError) else f"{path.name}: {error}"
         raise ConfigError(
             f"{subject}={folder} holds no adapter in PEFT's format ({what}); give a folder such as runs/NAME/adapter"

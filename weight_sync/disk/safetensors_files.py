@@ -5,7 +5,8 @@ pointer instead of a file). No torch. Invariant: each tensor comes from one file
 or, without an index, the only one that holds it.
 
 A safetensors file is 8 bytes (length N of the header, little endian), N bytes of JSON {tensor: {dtype, shape,
-data_offsets}}, then the data (https://huggingface.co/docs/safetensors). Its size therefore follows from its header.
+data_offsets}}, then the data, without a hole (https://huggingface.co/docs/safetensors). Its size therefore follows
+from its header.
 """
 
 import json
@@ -100,20 +101,29 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{path} is not a whole safetensors file ({size} bytes); download it again")
     try:
         content: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} has no readable safetensors header; download it again") from error
     if not is_object(content):
         raise ConfigError(f"{path} has a {type(content).__name__} for a safetensors header; download it again")
     content.pop("__metadata__", None)
     data = 8 + header_bytes
     tensors: dict[str, StoredTensor] = {}
-    end = data
+    places: list[tuple[int, int, str]] = []
     for name, entry in content.items():
         dtype, shape, first, last = _checked(path, name, entry)
         tensors[name] = StoredTensor(path, data + first, shape, dtype, name)
-        end = max(end, data + last)
-    if size < end:
-        raise ConfigError(f"{path} is cut short: {size} of {end} bytes; download it again")
+        places.append((first, last, name))
+    end = 0
+    for first, last, name in sorted(places):
+        if first != end:
+            raise ConfigError(
+                f"{path}: {name} begins at byte {first} of the data, and what is before it ends at byte {end}; "
+                "download the file again"
+            )
+        end = last
+    if size != data + end:
+        what = "is cut short" if size < data + end else "goes on behind its last tensor"
+        raise ConfigError(f"{path} {what}: {size} bytes, and its header says {data + end}; download it again")
     return tensors
 
 
@@ -157,7 +167,7 @@ def _weight_map(folder: Path, option: str) -> dict[str, str] | None:
         return None
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} is not a safetensors index: {type(error).__name__}: {error}") from error
     if not is_object(content) or not all(isinstance(file, str) for file in content.values()):
         raise ConfigError(

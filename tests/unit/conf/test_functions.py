@@ -89,7 +89,12 @@ def test_each_content_that_a_run_had_is_kept(folder: Path, caplog: pytest.LogCap
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"[1]", "must hold a JSON object, got a list"), (b"{", "is not JSON: "), (b'{"a": "\xff"}', "is not UTF-8 text")],
+    [
+        (b"[1]", "must hold a JSON object, got a list"),
+        (b"{", "is not JSON: "),
+        (b"[" * 10_000, "is not JSON: "),
+        (b'{"a": "\xff"}', "is not UTF-8 text"),
+    ],
 )
 def test_a_file_that_is_no_json_object_is_named(folder: Path, content: bytes, message: str) -> None:
     path = folder / "config.json"

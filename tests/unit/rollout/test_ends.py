@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from fakes.template_tokenizer import save_template_tokenizer
 
+from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.inputs.rows.conversations import end_of_text
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.agents.chat_text import FolderChatText
@@ -49,6 +50,13 @@ def test_the_ends_are_those_of_both_configs(tmp_path, generation, config, expect
     _write(tmp_path, "config.json", config)
     _write(tmp_path, "generation_config.json", generation)
     assert end_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("ends", ["2", 2.0, True, [2, None], {"eos": 2}])
+def test_an_end_that_is_no_number_of_a_token_is_refused_by_its_file(tmp_path, ends):
+    _write(tmp_path, "generation_config.json", {"eos_token_id": ends})
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id must be the number of a token"):
+        end_token_ids(tmp_path)
 
 
 @pytest.mark.parametrize("as_object", [False, True])

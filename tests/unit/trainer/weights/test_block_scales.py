@@ -310,6 +310,7 @@ def test_only_the_format_that_can_be_made_is_accepted():
         ({"weight_block_size": None}, "weight_block_size=None"),
         ({"weight_block_size": [64, 128]}, r"weight_block_size=\[64, 128\]"),
         ({"activation_scheme": "static"}, "activation_scheme='static'"),
+        *(({"modules_to_not_convert": one}, "modules_to_not_convert must be a list") for one in (3, "lm_head", [[1]])),
     ):
         with pytest.raises(ConfigError, match=named):
             BlockFp8.from_hf_config({"quantization_config": {**FP8, **change}})

@@ -347,3 +347,5 @@ def test_other_files_are_refused(plain: Path, tmp_path: Path) -> None:
     (plain / "adapter_model.bin").unlink()
     (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin")
     assert "adapter_model.bin, a format that can run code" in refusal(folder)
+    (folder / ADAPTER_CONFIG).write_text("[" * 10_000)
+    assert "holds no adapter in PEFT's format" in refusal(folder, LoraConfig())

@@ -238,11 +238,16 @@ def test_an_index_decides_which_file_holds_a_tensor_and_without_one_a_name_is_in
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("index", ["[]", '{"weight_map": 3}', '{"weight_map": {"w": 3}}', '{"weight_map": ["w"]}'])
+@pytest.mark.parametrize(
+    "index", ["[]", "[" * 10_000, '{"weight_map": 3}', '{"weight_map": {"w": 3}}', '{"weight_map": ["w"]}']
+)
 def test_an_index_of_another_kind_is_named(index: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).write_text(index)
     with pytest.raises(ConfigError, match=f"{INDEX_NAME} is not a safetensors index"):
         read_index(tmp_path, "x")
+
+
+F32 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 
 
 @pytest.mark.parametrize(
@@ -255,10 +260,15 @@ def test_an_index_of_another_kind_is_named(index: str, tmp_path: Path) -> None:
         ({"w": {"dtype": "F32", "shape": 4, "data_offsets": [0, 4]}}, "w needs dtype, shape and data_offsets"),
         ({"w": 7}, "w needs dtype, shape and data_offsets"),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "w has 4 bytes"),
+        ("[" * 10_000, "has no readable safetensors header"),
+        ({"w": F32, "v": F32}, "w begins at byte 0 of the data, and what is before it ends at byte 4"),
+        ({"w": F32, "v": F32 | {"data_offsets": [8, 12]}}, "v begins at byte 8 .* before it ends at byte 4"),
+        ({"w": F32}, "goes on behind its last tensor"),
+        ({"w": F32 | {"shape": [4], "data_offsets": [0, 16]}}, "is cut short"),
     ],
 )
 def test_a_header_that_describes_no_tensor_is_named(header: object, message: str, tmp_path: Path) -> None:
-    text = json.dumps(header).encode()
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(ConfigError, match=message):
         read_index(tmp_path, "x")
