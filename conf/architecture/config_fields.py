@@ -13,7 +13,6 @@ from slipstream.conf.architecture.rope_spec import LinearScaling, Llama3Scaling,
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonMapping, JsonObject, is_object
 
-
 LARGEST, LARGEST_NUMBER = (1 << 31) - 1, 1e18
 MOST_LAYERS, MOST_EXPERTS = 1024, 4096
 """No model comes near these. With more, the list of a model's tensors would not fit into memory."""

@@ -254,7 +254,6 @@ class AlgorithmConfig:
 
     def _check_distillation(self) -> None:
         teacher, is_rewarded = self.teacher, self.advantage != "none"
-        require(math.isfinite(self.distill_coef), f"algorithm.distill_coef must be finite, got {self.distill_coef}")
         require(
             self.distill_coef == 0 or bool(teacher.base_url and teacher.model),
             f"algorithm.distill_coef={self.distill_coef:g} needs a teacher: give algorithm.teacher.base_url and "

@@ -40,12 +40,14 @@ def divisors(number: int) -> list[int]:
 
 
 def at_least(minimum: float, section: str, options: object, *names: str) -> None:
-    """Refuse an option below `minimum`; null is not. Example: at_least(1, "trainer", self, "num_ranks")."""
+    """Refuse an option that is below `minimum`, infinite or no number; null is not. Example: at_least(1, "trainer",
+    self, "num_ranks")."""
     for name in names:
         value = getattr(options, name)
-        if value is not None and value < minimum:
+        if value is not None and not minimum <= value < math.inf:
             or_null = " or null" if type(None) in get_args(get_type_hints(type(options))[name]) else ""
-            raise ConfigError(f"{section}.{name} must be >= {minimum}{or_null}, got {value}")
+            bound = "finite" if value == math.inf else f">= {minimum}"
+            raise ConfigError(f"{section}.{name} must be {bound}{or_null}, got {value}")
 
 
 def above(bound: float, section: str, options: object, *names: str) -> None:

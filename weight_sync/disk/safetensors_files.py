@@ -121,9 +121,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 "download the file again"
             )
         end = last
-    if size != data + end:
-        what = "is cut short" if size < data + end else "goes on behind its last tensor"
-        raise ConfigError(f"{path} {what}: {size} bytes, and its header says {data + end}; download it again")
+    if size < data + end:
+        raise ConfigError(f"{path} is cut short: {size} of {data + end} bytes; download it again")
+    if size > data + end:
+        raise ConfigError(f"{path} has {size - data - end} bytes behind its last tensor; download it again")
     return tensors
 
 

@@ -263,7 +263,7 @@ F32 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         ("[" * 10_000, "has no readable safetensors header"),
         ({"w": F32, "v": F32}, "w begins at byte 0 of the data, and what is before it ends at byte 4"),
         ({"w": F32, "v": F32 | {"data_offsets": [8, 12]}}, "v begins at byte 8 .* before it ends at byte 4"),
-        ({"w": F32}, "goes on behind its last tensor"),
+        ({"w": F32}, "has 4 bytes behind its last tensor"),
         ({"w": F32 | {"shape": [4], "data_offsets": [0, 16]}}, "is cut short"),
     ],
 )
