@@ -217,7 +217,7 @@ def check_plain_text(columns: JsonMapping, where: str, *names: str) -> None:
                 "messages, or remove the column (rename it, if it means something else)"
             )
     for name in names:
-        if _MESSAGES_AS_TEXT.match(text := columns.get(name) or ""):
+        if isinstance(text := columns.get(name), str) and _MESSAGES_AS_TEXT.match(text):
             raise DataError(
                 f"{where}: column {name!r} is the text of messages, {text[:40]!r}..., which the model would get as "
                 "it stands; make it a list (json.loads, or ast.literal_eval of Python's own form)"

@@ -7,7 +7,7 @@ Does not own: tokens, nor how a template alone is rendered (plain_template.py). 
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -146,12 +146,13 @@ class ChatTemplate:
 def _with_objects(message: JsonMapping) -> JsonObject:
     """The message with every tool call's arguments as an object, where they are one."""
     calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    parsed: list[JsonObject] = []
-    for call in calls:
-        function = dict(call.get("function") or {})
-        with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):  # else the model's own words
-            function["arguments"] = json.loads(function["arguments"])
-        parsed.append({**call, "function": function})
-    return {**message, "tool_calls": parsed}
+    return {**message, "tool_calls": [_with_object(call) for call in calls]} if calls else dict(message)
+
+
+def _with_object(call: JsonMapping) -> JsonObject:
+    """A call as the protocol has it, or its function alone: templates take that, too, if there is no `function`."""
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _with_object(function)}
+    with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):  # else the model's own words
+        return {**call, "arguments": json.loads(call["arguments"])}
+    return dict(call)

@@ -49,8 +49,20 @@ def text_messages(value: object) -> list[JsonObject]:
             raise DataError(f"message {number} must be an object with a role and content, got {message!r:.60}{cure}")
         what = f"content of message {number} ({message['role']})"
         says = {name: one for name, one in message.items() if one is not None and (one or name != "tool_calls")}
+        if not _are_calls(says.get("tool_calls", ())):
+            raise DataError(
+                f"tool_calls of message {number} must be a list of objects with a function, as OpenAI's protocol has "
+                f"them, got {says['tool_calls']!r:.60}"
+            )
         found.append({**says, "content": _text(message.get("content"), what, "tool_calls" in says)})
     return found
+
+
+def _are_calls(value: object) -> bool:
+    """A call may also be what the protocol has under `function` alone; a function of null is none."""
+    return isinstance(value, list | tuple) and all(
+        isinstance(call, Mapping) and isinstance(call.get("function"), Mapping | None) for call in value
+    )
 
 
 def _text(content: object, what: str, has_calls: bool) -> str | None:

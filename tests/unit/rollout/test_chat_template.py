@@ -138,6 +138,10 @@ def calling(arguments: dict[str, Any]) -> dict[str, Any]:
 
 FUNCTION = "messages[0].tool_calls[0].function"
 ARGUMENTS = f"{{% if 'arguments' in {FUNCTION} %}}{{{{ {FUNCTION}.arguments | tojson }}}}{{% endif %}}"
+OF_EITHER_FORM = (  # as Qwen2.5's
+    "{% set call = messages[0].tool_calls[0] %}{% if call.function is defined %}{% set call = call.function %}"
+    "{% endif %}{{ call.name }} {{ call.arguments | tojson }}"
+)
 DEEP = "[" * 100_000
 IF_NONE = "{% if messages[0].content is none %}"
 AS_TEXT = "{{ mood + FUNCTION.arguments + (tools | length | string) }}{% if add_generation_prompt %}|{% endif %}"
@@ -158,6 +162,8 @@ CALM = {"tools": [TOOL], "options": {"mood": "calm "}}
         pytest.param(ARGUMENTS, calling({"arguments": DEEP}), {}, f'"{DEEP}"', id="deep"),
         (ARGUMENTS, calling({"arguments": None}), {}, "null"),
         (ARGUMENTS, calling({}), {}, ""),
+        (OF_EITHER_FORM, calling({"arguments": '{"a": 1}'}), {}, 'add {"a": 1}'),
+        (OF_EITHER_FORM, {**CHAT[2], "tool_calls": [{"name": "add", "arguments": '{"a": 1}'}]}, {}, 'add {"a": 1}'),
         ("{{ messages[0].content }}", calling({}), {}, ""),
         (IF_NONE + "none{% endif %}", calling({}), {}, "none"),
         (IF_NONE + "{{ raise_exception('no content') }}{% endif %}", calling({}), {}, ""),

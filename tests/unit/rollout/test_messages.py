@@ -58,6 +58,10 @@ def test_fields_that_say_nothing_are_left_out() -> None:
         (said(None), r"content of message 1 \(user\) must be text.* got null or nothing"),
         (said(None, tool_calls=[]), r"content of message 1 \(user\) must be text.* got null or nothing"),
         (said(3, tool_calls=CALLS), r"content of message 1 \(user\) must be text.* got int 3"),
+        *(
+            (said("a", tool_calls=calls), r"tool_calls of message 1 must be a list of objects with a function")
+            for calls in ('[{"name": "add"}]', {"name": "add"}, ["add"], [*CALLS, {"function": "add"}])
+        ),
         (said({"type": "text", "text": "a"}), r"content of message 1 \(user\) must be text.* got dict"),
         (said(said("a")), r"content of message 1 \(user\) is a list of messages"),
         (said([3]), "only parts of type text, with their text, can be read, got 3"),
