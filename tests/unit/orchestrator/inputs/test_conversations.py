@@ -116,6 +116,8 @@ def test_text_that_was_rendered_before_and_a_completion_are_taught_as_a_plain_re
     ]
     plain, *others = _read(folder, rows)
     assert others == [plain] * 3
+    of_text, of_number = _read(folder, [{"prompt": "2+2=", "response": "4"}, {"prompt": "2+2=", "answer": 4}])
+    assert of_number == of_text
 
 
 def test_an_answer_whose_first_token_begins_in_the_prompt_is_taught_whole(folder):
