@@ -23,7 +23,7 @@ def end_token_ids(folder: Path, tokenizer: Tokenizer | None = None) -> list[int]
     Raises: ConfigError, where a config has something else than numbers."""
     found = _tokenizer_end(folder, tokenizer)
     for name in ("generation_config.json", "config.json"):
-        value: object = _read(folder / name).get("eos_token_id")
+        value = _read(folder / name).get("eos_token_id")
         tokens = value if is_list(value) else [] if value is None else [value]
         if not all(type(token) is int for token in tokens):
             raise ConfigError(
