@@ -8,9 +8,16 @@ from slipstream.conf.failures import undone_by
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Write a file so that nobody ever reads a part of it; who is killed meanwhile leaves it as it was before."""
+    """Write a file so that nobody ever reads a part of it; who is killed meanwhile leaves it as it was before. An
+    OSError has the file's name, as that of an open file has not."""
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
-    with undone_by(lambda _: partial.unlink(missing_ok=True)):
+
+    def undo(error: BaseException) -> None:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(file)
+
+    with undone_by(undo):
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(file)
 
