@@ -101,6 +101,24 @@ def test_what_a_page_says_can_be_pasted(page: str, place: Place, capsys: pytest.
     assert not problems, "\n\n".join(problems)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slipstream train experiment=quickstart \\\n    run.num_step=3", "slipstream train"),
+        ("slipstream stop runs/latest --now", "slipstream stop"),
+        ("make everything", "the Makefile has no everything"),
+        ("frobnicate --now", "neither a command"),
+        ('{"prompt": "2 + 2 ="}\n{"prompts": "a"}', "no reader takes it"),
+        ("trainer:\n  lora: {ranks: 3}", "slipstream train"),
+        ("from slipstream.weight_sync.api import Sender\nSender(a, b, kex=1)", "unexpected keyword argument 'kex'"),
+    ],
+)
+def test_what_cannot_be_pasted_is_found(text: str, message: str, place: Place) -> None:
+    block = Block("a.md", 1, "", tuple(text.splitlines()))
+    with pytest.raises((Exception, SystemExit), match=message):
+        paste_of(block)(block, place)
+
+
 def test_every_page_has_blocks_and_no_exception_is_stale() -> None:
     blocks = {page: list(blocks_of(page)) for page in PAGES}
     assert all(blocks.values())

@@ -15,6 +15,9 @@ from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync import api
 from slipstream.weight_sync.api import Sender, register_checkpoint, register_tensors
 from slipstream.weight_sync.disk import kept_source
+from slipstream.weight_sync.disk.kept_source import KeptSource
+from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.pipeline.packing import PackedRead
 from slipstream.weight_sync.replica.receiver import Receiver
 
 SHAPES = {"embed": (300, 16), REPACKED: (64, 64), "up": (200, 64), "down": (64, 200), "norm": (40,), "bias": (64,)}
@@ -103,6 +106,22 @@ def test_updates_of_tensors_in_memory_send_what_changed(make, watermark_bytes, t
     whole_anyway = 2 * sum(torch.Size(SHAPES[n]).numel() * s for n, s in ((REPACKED, 2), ("bias", 4), ("norm", 2)))
     assert sent[0] == 2 * NUM_BYTES
     assert all(whole_anyway < one < whole_anyway + 0.2 * sent[0] for one in sent[1:]), sent
+
+
+@pytest.mark.parametrize(("num_publishes", "changed"), [(1, [0]), (2, [0, 1, 2])])
+def test_only_what_the_publish_before_packed_is_compared_with(num_publishes: int, changed: list[int]) -> None:
+    """An element may have changed, been sent, and changed back since an earlier one."""
+    tensors = {"norm": torch.arange(3).bfloat16()}
+    source = KeptSource(register_tensors(tensors), CONFIG.watermark_bytes, "cpu")
+    read = PackedRead("norm", Region((0,), (3,)), (0,), "bfloat16", 0)
+    slot, marks = torch.empty(256, dtype=torch.uint8), torch.zeros(128, dtype=torch.uint8)
+    fill = source.compile_marked_reads([read])(slot, marks)
+    fill()
+    for _ in range(num_publishes):
+        source.keep()
+    tensors["norm"][0] = 7
+    fill()
+    assert marks[:3].nonzero().flatten().tolist() == changed
 
 
 def test_memory_for_what_is_kept_is_there_before_a_publish(make, monkeypatch: pytest.MonkeyPatch) -> None:
