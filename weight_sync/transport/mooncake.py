@@ -90,7 +90,7 @@ class MooncakeTransport:
         module: Any = None,
     ) -> None:
         self._module = engine_module() if module is None else module
-        self._retry_s, self._down_s = retry_s, down_s
+        self._kind, self._retry_s, self._down_s = kind, retry_s, down_s
         self.link = choose_link(
             kind,
             device=device,
@@ -292,7 +292,10 @@ class MooncakeTransport:
                 raise TransferFailed(f"Mooncake did not start on {self._host} over {self.link}: code {code}")
             time.sleep(random.uniform(0.2, 1.0) * self._retry_s)  # random: processes that drew the same port also retry
         if self.link == "rdma" and not _has_devices(engine.get_local_topology()):
-            raise LinkMismatch("weight_sync.transport=rdma, but Mooncake finds no RDMA device; choose tcp or nvlink")
+            raise LinkMismatch(
+                f"weight_sync.transport={self._kind}: /dev/infiniband has an RDMA device, and Mooncake finds none that "
+                "it can use (its port is down, or its driver's library is missing); choose weight_sync.transport=tcp"
+            )
         return engine
 
     def _register_ranges(self, ranges: Sequence[MemoryRange]) -> None:

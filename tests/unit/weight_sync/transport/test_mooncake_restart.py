@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from slipstream.conf.schema import TransportKind
-from slipstream.weight_sync.errors import TransferFailed, TransportError
+from slipstream.weight_sync.errors import LinkMismatch, TransferFailed, TransportError
+from slipstream.weight_sync.transport import mooncake
 from slipstream.weight_sync.transport.mooncake import NUM_TRIES, MooncakeTransport, engine_module
 
 
@@ -24,6 +25,7 @@ class FakeMooncake:
         self.unregister_codes: list[int] = []
         self.transfer_codes: list[int] = []
         self.num_started = 0
+        self.topology = "{}"
         self.registered: list[set[int]] = []
         """Addresses, by engine that started."""
 
@@ -53,6 +55,7 @@ class FakeMooncake:
         return SimpleNamespace(
             initialize=initialize,
             get_rpc_port=lambda: 15000 + self.num_started,
+            get_local_topology=lambda: self.topology,
             batch_register_memory=register,
             batch_unregister_memory=unregister,
             batch_transfer_sync_write=transfer,
@@ -86,6 +89,18 @@ def linked(fake: FakeMooncake, down_s: float = 0.0) -> tuple[MooncakeTransport, 
     with pytest.raises(TransferFailed, match="code -1"):
         write(transport, data)
     return transport, data
+
+
+@pytest.mark.parametrize("asked", ["auto", "rdma"])
+def test_rdma_without_a_device_that_works_is_refused_by_the_option_as_it_was_given(
+    fake: FakeMooncake, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(mooncake, "has_hca", lambda: True)
+    fake.topology = '{"cpu:0": [[], []]}'
+    with pytest.raises(LinkMismatch, match=rf"^weight_sync\.transport={asked}: .* choose weight_sync\.transport=tcp$"):
+        MooncakeTransport(TransportKind(asked), module=fake)
+    fake.topology = '{"cpu:0": [[], ["mlx5_0"]]}'
+    assert MooncakeTransport(TransportKind(asked), module=fake).link == "rdma"
 
 
 def test_a_port_that_is_taken_is_tried_again(fake: FakeMooncake) -> None:
