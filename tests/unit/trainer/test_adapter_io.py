@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_configs import BY_FAMILY, DEEPSEEK, DENSE, GEMMA4_MOE, GPT_OSS, MIXED, MOE
+from cases.tiny_configs import BY_FAMILY, DEEPSEEK, DENSE, GEMMA4_MOE, GPT_OSS, MIXED, MIXTRAL, MOE, QWEN3_5_MOE
 from cases.tiny_models import hf_logits, hf_model, logits_of, make_decoder, packed, relative_error, trainer_config
 from safetensors.torch import load_file
 
@@ -86,10 +86,11 @@ def test_names_of_modules_are_those_of_all_attentions():
     assert {*shapes} == {*ATTENTION_MODULES}
 
 
-@pytest.mark.parametrize("hf_config", [MIXED, GPT_OSS, GEMMA4_MOE], ids=["moe", "gpt_oss", "gemma4_moe"])
-def test_a_saved_adapter_loads_back_bit_for_bit(hf_config, tmp_path):
-    decoder = make_decoder(hf_config)
+@pytest.mark.parametrize("hf_config", [MIXED, MIXTRAL, QWEN3_5_MOE, GPT_OSS, GEMMA4_MOE], ids=lambda c: c["model_type"])
+def test_a_saved_adapter_loads_back_bit_for_bit_and_means_the_same_to_peft(hf_config, tmp_path):
+    decoder, batch = make_decoder(hf_config), packed()
     save_adapter(decoder, tmp_path)
+    assert relative_error(logits_of(decoder, batch), peft_logits(hf_config, tmp_path, batch)) < 1e-5
     other = make_decoder(hf_config, nonzero_b=False)
     load_adapter(other, tmp_path)
     mine, theirs = dict(decoder.named_parameters()), dict(other.named_parameters())

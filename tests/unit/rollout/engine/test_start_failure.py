@@ -152,8 +152,28 @@ async def test_an_engine_that_ended_by_itself_is_quoted(
     assert str(caught.value) == f"the engine's process {told}; this rollout worker must be restarted"
 
 
+@pytest.fixture
+def other() -> Iterator[BaseProcess]:
+    """A child of this process that is not the engine's."""
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+    yield process
+    process.kill()
+    process.join()
+
+
+async def test_an_engine_is_not_dead_because_another_child_of_its_process_is(
+    engine_of: Callable[..., VllmEngine], other: BaseProcess
+) -> None:
+    engine = engine_of(make_llm=lambda _: SimpleNamespace(errored=False))
+    await engine.process.start()
+    other.kill()
+    other.join()
+    engine.check()
+
+
 async def test_a_start_whose_process_was_killed_ends_although_vllm_goes_on_waiting(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, other: BaseProcess
 ) -> None:
     """vLLM does, for ten minutes, where the process dies between its two messages."""
     is_seen, gives_up, active_children = threading.Event(), threading.Event(), multiprocessing.active_children
@@ -166,6 +186,10 @@ async def test_a_start_whose_process_was_killed_ends_although_vllm_goes_on_waiti
     def make(_: dict[str, Any]) -> Any:
         process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
         process.start()
+        is_seen.wait()
+        other.terminate()
+        other.join()
+        is_seen.clear()  # the start has seen that it ended, and goes on
         is_seen.wait()
         process.kill()
         gives_up.wait()

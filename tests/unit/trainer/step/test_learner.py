@@ -22,11 +22,11 @@ def make(config: OptimConfig, *values: Tensor) -> Learner:
     return Learner(trainable, config, num_steps=10, updates_per_step=1, layout=ParallelLayout.single("cpu"))
 
 
-def step(learner: Learner, *gradients: Tensor | None, loss: float = 0.0) -> OptimStats:
+def step(learner: Learner, *gradients: Tensor | None, loss: float = 0.0, ends_version: bool = True) -> OptimStats:
     for (_, parameter), gradient in zip(learner._trainable, gradients, strict=True):
         parameter.grad = gradient
     learner.add_loss(loss)
-    return learner.update(ends_version=True)
+    return learner.update(ends_version=ends_version)
 
 
 def moment(learner: Learner, name: str = "p0.exp_avg") -> Tensor:
@@ -229,6 +229,8 @@ def test_the_rate_of_an_update_is_that_of_its_number_also_after_a_resume_and_a_r
     assert again.progress == {"policy_version": 3, "num_updates": 3}, "those before the resume count, too"
     again.restore(learner.state_tensors(), {"num_updates": 1, "policy_version": 1})
     assert step(again, grad.clone()).lr == 2.0, "all ranks go back where one has died"
+    rates = [step(again, grad.clone(), ends_version=False).lr for _ in range(2)]
+    assert rates == [3.0, 4.0], "also where a step has several"
 
 
 @pytest.mark.parametrize("values", [torch.zeros(1), torch.zeros(0)], ids=["a shard", "none"])
