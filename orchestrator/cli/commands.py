@@ -33,6 +33,7 @@ _OUT_OF_REACH = (errno.EACCES, errno.ENAMETOOLONG, *LOST)
 def carry_out(words: list[str]) -> int:
     """Do what the words after `slipstream` say. Returns the exit code (exit.py)."""
     received: list[int] = []
+    code = EXIT_OK
     # What the locale cannot write of a name or a response is escaped, as Python does on stderr. Not every stream can.
     if (set_up := getattr(sys.stdout, "reconfigure", None)) is not None:
         set_up(errors="backslashreplace")
@@ -53,6 +54,9 @@ def carry_out(words: list[str]) -> int:
         _write_nothing_more()  # the reader of our output (a pager, head) has gone
         return EXIT_OK
     except OSError as error:
+        if error.errno == errno.EIO and error.filename is None:
+            _write_nothing_more()  # the terminal has gone
+            return code
         if error.errno in _OUT_OF_REACH and error.filename is not None:
             return say(f"{error.filename} cannot be reached: {error.strerror}; name a path that this user may use")
         if error.errno not in FULL:

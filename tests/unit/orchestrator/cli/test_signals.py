@@ -123,14 +123,22 @@ def test_nohup_survives_a_hangup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("x"), 1)])
 def test_a_terminal_that_has_gone_leaves_the_exit_code(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
+        def flush(self) -> None:
+            self.write("")
+
+        def fileno(self) -> int:
+            return nowhere.fileno()
+
+    nowhere = (tmp_path / "nowhere").open("w")
     fake_run(monkeypatch, Mock(side_effect=error))
-    monkeypatch.setattr(sys, "stderr", Gone())
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Gone())
     assert main(READY) == code
 
 
@@ -157,6 +165,13 @@ def test_an_output_without_room_is_named_and_a_closed_one_is_no_error(buffered: 
     assert (done.returncode, done.stderr) == (1, told)
     done = called(["sh", "-c", '"$@" >&-', "sh", *command], PYTHONUNBUFFERED=buffered)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_processes_of_a_command_whose_input_and_outputs_are_closed_have_them() -> None:
+    """Or a file that is opened later is what they print to."""
+    look = "os._exit(os.system('cd /proc/self/fd && test -e 0 && test -e 1 && test -e 2') != 0)"
+    code = f"import os; from slipstream.orchestrator.cli.main import main; main(['-h']); {look}"
+    assert called(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]).returncode == 0
 
 
 def test_what_the_locale_cannot_write_is_escaped(tmp_path: Path) -> None:
