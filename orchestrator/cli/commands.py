@@ -33,14 +33,13 @@ _OUT_OF_REACH = (errno.EACCES, errno.ENAMETOOLONG, *LOST)
 def carry_out(words: list[str]) -> int:
     """Do what the words after `slipstream` say. Returns the exit code (exit.py)."""
     received: list[int] = []
-    code = EXIT_OK
     # What the locale cannot write of a name or a response is escaped, as Python does on stderr. Not every stream can.
     if (set_up := getattr(sys.stdout, "reconfigure", None)) is not None:
         set_up(errors="backslashreplace")
     try:
         with wound_down_by_signals() as received:  # also while files are looked at: temporary ones are removed then
             code = _dispatch(words)
-            print(end="", flush=True)  # where there is an output
+            _flush()
         return code
     except ConfigError as error:
         return say(error)
@@ -54,9 +53,6 @@ def carry_out(words: list[str]) -> int:
         _write_nothing_more()  # the reader of our output (a pager, head) has gone
         return EXIT_OK
     except OSError as error:
-        if error.errno == errno.EIO and error.filename is None:
-            _write_nothing_more()  # the terminal has gone
-            return code
         if error.errno in _OUT_OF_REACH and error.filename is not None:
             return say(f"{error.filename} cannot be reached: {error.strerror}; name a path that this user may use")
         if error.errno not in FULL:
@@ -65,6 +61,16 @@ def carry_out(words: list[str]) -> int:
         _write_nothing_more()
         tell(f"error: {output} cannot be written: {error.strerror}; make room, or write to another disk")
         return EXIT_FAILED
+
+
+def _flush() -> None:
+    """Of a terminal that has gone the exit code tells."""
+    try:
+        print(end="", flush=True)  # where there is an output
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        _write_nothing_more()
 
 
 def _write_nothing_more() -> None:
