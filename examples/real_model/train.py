@@ -28,8 +28,9 @@ COMMON = [
     "trainer.activations=keep",
 ]  # fmt: skip
 GPU = [
-    "trainer.lora.rank=32", "trainer.lora.alpha=64", "trainer.optim.lr=1e-4", "run.num_steps=100",
-    "rollout.max_model_len=512", "rollout.max_concurrent_groups=128",  # an evaluation has 128 groups of one
+    "cluster.device=cuda", "run.num_steps=100", "trainer.lora.rank=32", "trainer.lora.alpha=64",
+    "trainer.optim.lr=1e-4", "rollout.max_model_len=512",
+    "rollout.max_concurrent_groups=128",  # an evaluation has 128 groups of one
 ]  # fmt: skip
 """16 groups of 16 responses a step, the default."""
 ON = {

@@ -82,6 +82,7 @@ def test_every_place_and_every_row_is_a_run_that_is_accepted() -> None:
     for place in ON:
         own = load_run_config(options(place, "sums", Path("model"), Path("data")))
         assert own.cluster.share_gpu == (place == "one_gpu")
+        assert own.cluster.device == ("cpu" if place == "cpu" else "cuda")
     plain = load_run_config(options("one_gpu", "sums", Path("model"), Path("data")))
     for name, words in ROWS.items():
         changed = load_run_config([*options("one_gpu", "sums", Path("model"), Path("data")), *words])
