@@ -49,6 +49,7 @@ from slipstream.conf.several_runs import answer, is_multirun, values_of
 from slipstream.conf.words import read_word
 
 _OF_ANOTHER_VERSION = ". A run of another version goes on with that one: environment.json names its commit"
+_NOT_OF_THE_WHOLE_RUN = "its first line must be '# @package _global_', behind no byte order mark"
 _NAMES_DATA = ("experiment=", "data=", "data.path=", "data.sources=")
 
 
@@ -64,6 +65,10 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None, *,
         ConfigError: An override, a YAML file or the resulting configuration cannot run.
     """
     _refuse_several_runs(overrides)
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(
+            f"--config-dir {config_dir}: no such folder; give one laid out like conf/ (experiment/NAME.yaml)"
+        )
     if not reads_rows and not any(word.lstrip("+").startswith(_NAMES_DATA) for word in overrides):
         overrides = [*overrides, "data.path=pkg://letters_train.jsonl"]
     parsed = [_read_override(text, config_dir) for text in overrides]
@@ -84,13 +89,9 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None, *,
 
 
 def _compose(words: Sequence[str], config_dir: Path | None = None) -> DictConfig:
-    """Hydra's part. Raises: ConfigError: there is no such folder; and what Hydra, OmegaConf and PyYAML raise."""
+    """Hydra's part. Raises: What Hydra, OmegaConf and PyYAML raise."""
     words = list(words)
     if config_dir is not None:
-        if not config_dir.is_dir():
-            raise ConfigError(
-                f"--config-dir {config_dir}: no such folder; give one laid out like conf/ (experiment/NAME.yaml)"
-            )
         words.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
     register_schema()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR), job_name="slipstream"):
@@ -177,7 +178,7 @@ def _read_override(text: str, config_dir: Path | None) -> Override:
     try:
         override = read_word(text)
     except HydraException as error:
-        raise ConfigError(_explain_syntax(text)) from error
+        raise ConfigError(_explain_syntax(text, config_dir)) from error
     if override.is_sweep_override():
         if _is_of_a_list(override.key_or_group):
             raise ConfigError(f"{text}: a list is written in brackets: '{text.replace('=', '=[', 1)}]'")
@@ -216,8 +217,9 @@ def _check_choice(text: str, group: str, value: object, config_dir: Path | None)
             hint = f"Did you mean data=files data.path={value}?"
         if group == "reward" and (":" in str(value) or str(value).endswith(".py")):
             hint = f"Did you mean reward.kind={value}{'' if ':' in str(value) else ':FUNCTION'}?"
+        absent = "" if config_dir is None else f", and --config-dir {config_dir} has no {group}/{show(value)}.yaml"
         raise ConfigError(
-            f"{group}={show(value)}: {group} has no such choice.{' ' + hint if hint else ''} Choices: "
+            f"{group}={show(value)}: {group} has no such choice{absent}.{' ' + hint if hint else ''} Choices: "
             f"{', '.join(names)}"
         )
 
@@ -311,7 +313,7 @@ def _hint(name: str) -> str:
     return did_you_mean(name, [*options_by_name(), *GROUPS])
 
 
-def _explain_syntax(text: str) -> str:
+def _explain_syntax(text: str, config_dir: Path | None) -> str:
     name = text.split("=", 1)[0].strip("+~ ")
     if text.startswith("-"):
         plain = name.strip("-").replace("-", "_")
@@ -319,7 +321,8 @@ def _explain_syntax(text: str) -> str:
         return f"unknown flag {text}. Options are written section.option=value, without dashes. {hint}".rstrip()
     if "=" not in text:
         known = [f"{name}=VALUE"] if name in options_by_name() or name in GROUPS else []
-        known += [f"{group}={name}" for group in GROUPS if name in (choice.name for choice in group_choices(group))]
+        presets = (choice for group in GROUPS for choice in group_choices(group, config_dir))
+        known += [f"{choice.group}={name}" for choice in presets if choice.name == name]
         cure = f"; write {' or '.join(known)}" if known else f". {_explain_unknown(name)}"
         return f"{text!r} is not NAME=VALUE{cure}"
     if not name.isascii() and _open_dict_above(name) is None:
@@ -348,6 +351,8 @@ def _explain_foreign(error: BaseException) -> str:
         hint = did_you_mean(name, names)
         listed = f"{hint}{' ' if hint else ''}Choices: {', '.join(names)}"
         return f"{where or 'a YAML file '}chooses {group}: {name}, which does not exist. {listed}"
+    if "@experiment." in str(error):
+        return where + _NOT_OF_THE_WHOLE_RUN
     cause = error
     while cause is not None and not isinstance(cause, (OmegaConfBaseException, yaml.YAMLError)):
         cause = cause.__cause__ or cause.__context__
@@ -355,7 +360,7 @@ def _explain_foreign(error: BaseException) -> str:
         name = str(cause.full_key)
         option = options_by_name().get(name)
         if name.partition(".")[0] == "experiment":
-            return f"{where}its first line must be '# @package _global_', behind no byte order mark"
+            return where + _NOT_OF_THE_WHOLE_RUN
         if isinstance(cause, ValidationError) and option is not None:
             return f"{where}{name} must be {with_article(option.type_label)}. {_first_line(cause)}"
         if option is None and _open_dict_above(name) is None:

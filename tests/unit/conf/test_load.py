@@ -232,8 +232,13 @@ def write_preset(folder: Path, text: str) -> Path:
 
 
 def test_own_config_folder_adds_experiments(tmp_path: Path) -> None:
-    assert "no such folder" in refusal_of(config_dir=tmp_path / "absent")
+    absent = refusal_of("experiment=mine", config_dir=tmp_path / "absent")
+    assert absent.startswith(f"--config-dir {tmp_path / 'absent'}: no such folder")
     write_preset(tmp_path, "defaults: [quickstart, _self_]\nrun: {name: mine, seed: 5}\n")
+    too_deep = tmp_path / "experiment"
+    said = f"and --config-dir {too_deep} has no experiment/mine.yaml"
+    assert said in refusal_of("experiment=mine", config_dir=too_deep)
+    assert "write experiment=mine" in refusal_of("mine", config_dir=tmp_path)
     config = load_run_config(["experiment=mine"], tmp_path)
     assert (config.run.name, config.run.seed, config.trainer.num_ranks) == ("mine", 5, 2)
 
@@ -259,9 +264,10 @@ def test_mistakes_in_a_yaml_file_name_the_file_and_the_option(tmp_path: Path, te
         assert part in str(caught.value)
 
 
-def test_a_preset_for_the_whole_run_must_say_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["trainer: {num_ranks: 2}\n", "defaults: [override /model: checkpoint]\n"])
+def test_a_preset_for_the_whole_run_must_say_so(tmp_path: Path, text: str) -> None:
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("trainer: {num_ranks: 2}\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
     said = r"experiment/mine.yaml: its first line must be '# @package _global_', behind no byte order mark"
     with pytest.raises(ConfigError, match=said):
         load_run_config(["experiment=mine"], tmp_path)
