@@ -1,10 +1,14 @@
 """Files that others read while they are written. Does not own: what is in them."""
 
+import logging
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.conf.failures import undone_by
+
+logger = logging.getLogger(__name__)
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -20,6 +24,20 @@ def write_whole(file: Path, content: str | bytes) -> None:
     with undone_by(undo):
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(file)
+
+
+def point(link: Path, name: str) -> None:
+    """Atomically lead a link to its neighbour of this name. Where that cannot be, on a disk without links or where
+    another user's stands in a folder of everybody's, the log says so."""
+    partial = link.with_name(f".{link.name}-{os.getpid()}")
+    try:
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(name)
+        partial.replace(link)
+    except OSError as error:
+        logger.warning("%s does not lead to %s: %s", link, name, error.strerror)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def append_line(file: Path, line: str) -> None:

@@ -21,7 +21,7 @@ from slipstream.conf.checks.ignored import is_read
 from slipstream.conf.functions import source_of
 from slipstream.conf.json_files import JsonMapping, JsonObject, object_in, object_or_empty
 from slipstream.conf.schema import Objective, RunConfig
-from slipstream.conf.whole_files import write_whole
+from slipstream.conf.whole_files import point, write_whole
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.files.held_out import is_better
 from slipstream.orchestrator.files.row_files import read_figures
@@ -158,11 +158,8 @@ class BestCheckpoint:
         link, path = self._file.with_name("best"), None if self._step is None else self._store.of_step(self._step)
         if path is None:
             link.unlink(missing_ok=True)
-            return
-        partial = self._file.with_name(".best-link.partial")
-        partial.unlink(missing_ok=True)
-        partial.symlink_to(path.name)
-        partial.replace(link)
+        else:
+            point(link, path.name)
 
 
 def _told(metric: object, held_out: JsonMapping, options: JsonMapping) -> JsonObject:

@@ -34,7 +34,6 @@ Owns: names and creation of these. Does not own: their content (telemetry, check
 """
 
 import json
-import logging
 import os
 import platform
 import re
@@ -42,7 +41,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from enum import Enum
@@ -54,11 +52,9 @@ import yaml
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_list, is_object, object_in
 from slipstream.conf.schema import RunConfig, RunSection
-from slipstream.conf.whole_files import write_whole
+from slipstream.conf.whole_files import point, write_whole
 from slipstream.orchestrator.files.origin import weights_of
 from slipstream.orchestrator.machine import installed
-
-logger = logging.getLogger(__name__)
 
 WARM_UP, WARM_UP_OF = "trainer.optim.warmup_steps", "warm_up_of"
 """An option, and in environment.json the share that it was before a resume with another run.num_steps."""
@@ -335,20 +331,10 @@ def _create(config: RunSection, now: datetime) -> RunFolder:
 
 
 def point_latest(root: Path) -> None:
-    """Atomically point <dir>/latest at the run, whose lock is held. A real file or folder of that name stays, and so
-    does a link that cannot be replaced: in a folder of everybody's (as /tmp) another user's."""
+    """Lead <dir>/latest to the run, whose lock is held. A real file or folder of that name stays."""
     link = root.parent / "latest"
-    if link.exists() and not link.is_symlink():
-        return
-    temporary = root.parent / f".latest-{os.getpid()}"
-    try:
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(root.name)
-        temporary.replace(link)
-    except OSError as error:
-        logger.warning("%s does not lead to this run: %s", link, error.strerror)
-        with suppress(OSError):
-            temporary.unlink()
+    if not link.exists() or link.is_symlink():
+        point(link, root.name)
 
 
 def _git_commit() -> JsonObject | None:

@@ -1,9 +1,11 @@
 """A resumed run compares an evaluation with the best one before only where both figures mean the same."""
 
+import errno
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fakes.loop import make_config
@@ -125,6 +127,15 @@ def test_a_figure_is_compared_with_whatever_else_has_changed(
 def test_an_option_that_this_run_does_not_read_changes_no_figure(before: Change, change: Change) -> None:
     config = before(_with("run", keep_best="eval/reward")(_with("data", eval_path="held_out.jsonl")(make_config())))
     assert options_behind(change(config)) == options_behind(config)
+
+
+def test_a_disk_without_links_has_the_best_checkpoint_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError(errno.EOPNOTSUPP, "no links here")))
+    store, _ = _two_checkpoints(tmp_path, "eval/reward")
+    assert f"{tmp_path}/best does not lead to step-000001: no links here" in caplog.messages
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 1 and store.spared == {1}
 
 
 @pytest.mark.parametrize(

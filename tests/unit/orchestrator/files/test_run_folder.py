@@ -41,7 +41,7 @@ def test_folder_is_named_by_run_and_time_and_latest_follows(tmp_path: Path, capl
     (tmp_path / "runs" / f".latest-{os.getpid()}").mkdir()  # nothing can be renamed to latest, as another user's link
     point_latest(first.root)
     assert (tmp_path / "runs" / "latest").resolve() == second.root
-    assert "latest does not lead to this run: Is a directory" in caplog.text
+    assert "latest does not lead to demo-20260131-120000: Is a directory" in caplog.text
 
 
 def test_resume_opens_the_folder_and_refuses_a_missing_one(tmp_path: Path) -> None:
