@@ -35,7 +35,7 @@ def row(experiment: str, report: dict[str, Any]) -> list[str]:
     """One row of the table."""
     cluster, memory = report["cluster"], report["memory_estimate"]
     trainer, rollout = memory["trainer_gpu"], memory["rollout_gpu"]
-    held = sum(trainer[part] for part in ("weights", "adapters", "gradients", "optimizer", "publish"))
+    held = sum(trainer[part] for part in ("weights", "adapters", "gradients", "optimizer", "reference", "publish"))
     return [
         f"`{experiment}`",
         str(cluster["nodes"]),

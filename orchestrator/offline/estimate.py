@@ -96,7 +96,8 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     try:
         publish = _planned_publish(config, model, hardware, say)
         prediction, summary = publish.predicted(), publish.plan.summary()
-        trainer = (publish.planned if model.packing is None else model.trainer(model.stored)).memory()
+        ranks = publish.planned if model.packing is None else model.trainer(model.stored)
+        trainer = ranks.memory(needs_reference=config.algorithm.needs_reference)
         return PlanReport(
             config=config,
             hardware=hardware,
@@ -183,9 +184,7 @@ def _host_memory(
     num_tokens = config.max_response_tokens + (0 if routing is None else config.max_prompt_tokens)
     num_responses = config.algorithm.groups_per_step * config.algorithm.group_size
     share = -(-num_responses * num_tokens // config.rollout.least_workers)
-    return HostMemory(
-        copies * (trainer.gradients + trainer.optimizer), copies, *bytes_kept(config.num_versions_kept, share, routing)
-    )
+    return HostMemory(copies * trainer.state, copies, *bytes_kept(config.num_versions_kept, share, routing))
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,12 +187,14 @@ def _trainer_rows(report: PlanReport) -> list[_Row]:
     memory, staging, peak = report.trainer, report.staging, report.prediction.peak_bytes
     slots = "two slots, changes as large as a third," if staging.has_changes else "two slots"
     held = f"{slots} and {_gb(staging.reserved_bytes)} more, of a watermark of {_gb(staging.watermark_bytes)}"
+    on_host = f"its moments: {_gb(memory.host_moments)} of host memory"
     whole = f"more, whole, on GPUs of at least {_gb(memory.least_device_bytes)}; on others gathered layer by layer"
     return [
         ("weights", _gb(memory.weights), ""),
         ("adapters", _gb(memory.adapters), ""),
         ("gradients", _gb(memory.gradients), ""),
-        ("optimizer", _gb(memory.optimizer), ""),
+        ("optimizer", _gb(memory.optimizer), on_host if memory.host_moments else ""),
+        *([("reference", _gb(memory.reference), "what training starts from")] if memory.reference else []),
         ("a publish", _gb(peak), held),
         ("together", _gb(memory.total + peak), memory.FORMULA),
         *([("dense weights", _gb(memory.whole), whole)] if memory.whole else []),

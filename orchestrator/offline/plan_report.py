@@ -60,7 +60,7 @@ class HostMemory:
     """Bytes, beside those of the processes themselves."""
 
     trainer_states: int
-    """For one trainer rank, all copies: parameters and moments in float32. 0 with trainer.max_restarts=0."""
+    """For one trainer rank, all copies: what is trained, and its moments. 0 with trainer.max_restarts=0."""
     num_copies: int
     responses: int
     """At one rollout worker, of training; 0 where workers end with their controller."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.schema import Device, TrainerConfig
+from slipstream.conf.schema import Device, OptimState, TrainerConfig, TrainMode
 from slipstream.trainer.delivery.adapter_source import held_factors
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.build_decoder import WHOLE_SHARE, build_whole, replicated_parameters, sharded_dense
@@ -46,6 +46,8 @@ from slipstream.weight_sync.merging.factors import Merge
 
 _Held = tuple[HeldTensor | FusedTensor, Region]
 """A tensor of the whole decoder, and the part of it that a rank holds."""
+_MOMENT_BYTES = {OptimState.float32: 8, OptimState.bfloat16: 4, OptimState.int8: 2, OptimState.host: 8}
+"""Of both moments of an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +55,37 @@ class TrainerMemory:
     """Estimated bytes on one trainer rank, without activations, layers that are gathered, and the allocator's slack."""
 
     weights: int
-    """Frozen weights in model.dtype (LoRA), or all weights in float32 (full). Packed experts as stored, and the two
-    layers of them that are unpacked at a time."""
+    """Frozen weights in model.dtype (LoRA; without a table that is on the host), or all weights in float32 (full).
+    Packed experts as stored, and the two layers of them that are unpacked at a time."""
     adapters: int
     """A and B in trainer.lora.dtype; 0 in full training."""
     gradients: int
-    """Float32, of what is trained."""
+    """As large as what is trained."""
     optimizer: int
-    """Two float32 moments of what is trained."""
+    """Two moments of what is trained, in the format of trainer.optim.state."""
+    host_moments: int
+    """The same in host memory, in place of the GPU's: trainer.optim.state=host."""
+    reference: int
+    """What training starts from, as large as what is trained; 0 where nothing compares with it, or it is the base."""
     whole: int
     """Other ranks' rows of dense parameters and of their gradients: on top, on GPUs of least_device_bytes or more."""
 
     FORMULA: ClassVar[str] = (
         "weights: elements held x bytes of model.dtype (LoRA) or 4 (full), packed experts as stored on every rank that "
         "computes them + two layers of them in model.dtype; adapters: r x (in + out) elements "
-        "of trainer.lora.dtype, one A for gate and up of an expert; gradients 4 and AdamW moments 8 bytes a trained "
-        "element"
+        "of trainer.lora.dtype, one A for gate and up of an expert; gradients as large as what is trained; AdamW "
+        "moments 8 bytes a trained element (trainer.optim.state=bfloat16: 4, int8: 2, host: none on the GPU)"
     )
 
     @property
     def total(self) -> int:
         """What a GPU holds however dense parameters are gathered: all but `whole`."""
-        return self.weights + self.adapters + self.gradients + self.optimizer
+        return self.weights + self.adapters + self.gradients + self.optimizer + self.reference
+
+    @property
+    def state(self) -> int:
+        """Bytes of a rank's state: parameters that are trained, and their moments."""
+        return self.gradients + self.optimizer + self.host_moments
 
     @property
     def least_device_bytes(self) -> int:
@@ -148,25 +159,32 @@ class PlannedTrainer:
         modules = [module for module in self._decoder.modules() if isinstance(module, Linear) and module.lora]
         return sum(module.lora_A.nbytes for module in modules) if self._trainer.num_ranks > 1 else 0
 
-    def memory(self) -> TrainerMemory:
-        """The fullest rank's share."""
-        num_ranks = self._trainer.num_ranks
-        weights, adapters, trained = (np.zeros(num_ranks, np.int64) for _ in range(3))
+    def memory(self, *, needs_reference: bool = False) -> TrainerMemory:
+        """The fullest rank's share. `needs_reference`: AlgorithmConfig.needs_reference."""
+        num_ranks, trainer = self._trainer.num_ranks, self._trainer
+        weights, adapters, elements_trained, trained = (np.zeros(num_ranks, np.int64) for _ in range(4))
         for name, parameter in self._decoder.named_parameters():
+            if name == "model.embed_tokens.weight" and trainer.embedding_on_host:
+                continue
             elements = self._rows(parameter) * (parameter.numel() // parameter.shape[0])
             num_bytes = elements * parameter.element_size()
             if parameter.requires_grad:
-                trained += elements
+                elements_trained += elements
+                trained += num_bytes
             if "lora_" in name.rpartition(".")[2]:
                 adapters += num_bytes
             else:
                 weights += num_bytes
-        fullest = int(trained.max())
+        moments = _MOMENT_BYTES[trainer.optim.state] * int(elements_trained.max())
+        is_on_host = trainer.optim.state is OptimState.host
+        starts_from_base = trainer.mode is TrainMode.lora and trainer.lora.init_from is None
         return TrainerMemory(
             weights=int(weights.max()) + self._packed_bytes(),
             adapters=int(adapters.max()),
-            gradients=4 * fullest,
-            optimizer=8 * fullest,
+            gradients=int(trained.max()),
+            optimizer=0 if is_on_host else moments,
+            host_moments=moments if is_on_host else 0,
+            reference=int(trained.max()) if needs_reference and not starts_from_base else 0,
             whole=extra_bytes(sharded_dense(self._decoder), num_ranks),
         )
 

@@ -95,6 +95,11 @@ def test_what_is_kept_on_hosts_in_case_something_dies_is_in_the_plan(capsys: pyt
     assert report.host.trainer_states == 3 * 3 * report.trainer.gradients, "parameters and two moments in float32"
     assert planned(hardware=Hardware(ranks_per_node=1)).host.num_copies == 5, "two nodes with a trainer rank each"
     assert planned("trainer.max_restarts=0").host.trainer_states == 0
+    on_host = planned("trainer.optim.state=host")
+    assert (on_host.host, on_host.trainer.optimizer) == (report.host, 0)
+    assert "of host memory" in shown(on_host, capsys)
+    full = planned("trainer=full", "algorithm.kl_coef=0.1").trainer
+    assert full.reference == full.gradients > 0
     # Two engines share 16 groups of 24 responses of 4 tokens, of the version that is there and the one before.
     assert report.host.responses == 8 * 24 * 4 * 2 * 80
     assert report.host.most_responses == 4_000_000 * 80

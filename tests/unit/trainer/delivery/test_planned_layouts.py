@@ -15,15 +15,16 @@ from cases.tiny_models import make_decoder, trainer_config
 from torch.distributed.tensor import DTensor
 
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
+from slipstream.conf.schema import Device, DType, LoraConfig, OptimConfig, OptimState, TrainerConfig, TrainMode
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
 from slipstream.trainer.errors import LayoutError
-from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.build_decoder import build_decoder, dense_trainable
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import ParallelLayout, local_part
+from slipstream.trainer.step.learner import Learner
 from slipstream.trainer.weights.factors import factor_shards
 from slipstream.trainer.weights.shards import HeldTensor, local_shards
 from slipstream.weight_sync.layout import SourceLayout
@@ -184,6 +185,38 @@ def test_one_rank_holds_what_was_foretold(model, mode):
         0,
         0,
     )
+
+
+def test_a_table_on_the_host_takes_no_memory_of_the_device():
+    spec, held = read_config(tiny.DENSE), []
+    for is_on_host in (False, True):
+        held.append(PlannedTrainer(spec, "bfloat16", trainer_config(embedding_on_host=is_on_host)).memory().weights)
+    assert held[0] - held[1] == 2 * spec.vocab_size * spec.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("state", "dtype"),
+    [(state, dtype) for state in OptimState for dtype in (None, DType.float32)]
+    + [(state, DType.bfloat16) for state in OptimState if state is not OptimState.host],
+)
+def test_gradients_and_moments_take_what_was_foretold(state, dtype):
+    """Of adapters of either dtype, and in full training. Matrices are large enough for torchao's 8 bits, which have a
+    scale for 256 values; norms, in full training, are not."""
+    lora = LoraConfig(rank=64, dtype=dtype or DType.float32)
+    mode, optim = TrainMode.full if dtype is None else TrainMode.lora, OptimConfig(state=state)
+    trainer = dataclasses.replace(trainer_config(mode, lora=lora), optim=optim)
+    hf_config = {**tiny.DENSE, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    decoder, layout = make_decoder(hf_config, trainer, dtype=torch.bfloat16), ParallelLayout.single("cpu")
+    learner = Learner(dense_trainable(decoder), optim, 1, 1, layout)
+    state_bytes = {name: one.nbytes for name, one in learner.state_tensors().items() if not name.startswith("rng")}
+    memory = PlannedTrainer(read_config(hf_config), "bfloat16", trainer).memory(needs_reference=True)
+    moments = sum(size for name, size in state_bytes.items() if ".exp_avg" in name)
+    assert (memory.optimizer, memory.host_moments)[state is OptimState.host] == pytest.approx(moments, rel=0.03)
+    assert (memory.optimizer, memory.host_moments)[state is not OptimState.host] == 0
+    assert memory.gradients == learner.num_bytes
+    assert memory.state == pytest.approx(sum(state_bytes.values()), rel=0.03)
+    assert memory.reference == (learner.num_bytes if mode is TrainMode.full else 0), "adapters start from the base"
+    assert memory.total == memory.weights + memory.adapters + memory.gradients + memory.optimizer + memory.reference
 
 
 @pytest.mark.parametrize("hf_config", [tiny.KIMI_INT4, tiny.GPT_OSS_MXFP4], ids=["int4", "mxfp4"])
