@@ -37,15 +37,18 @@ OF_ONE_REWARD = ("reward.judge.", "reward.code.", *(f"reward.{item.name}" for it
 
 
 def check_no_override_is_ignored(config: RunConfig, names: Collection[str], hf_config: HfConfig | None = None) -> None:
-    """Refuse an option that the user typed and that has no effect in this run.
+    """Refuse an option that the user typed and that has no effect in this run, with all others that have none for the
+    same reason.
 
     Args:
         names: Dotted names from the command line, groups included.
         hf_config: config.json of the model; None: not read yet.
     """
-    for name in names:
-        for by_what, cure in _reasons(config, name, hf_config):
-            raise ConfigError(f"{name} has no effect with {by_what}; {cure}")
+    told = {name: reason for name in names if (reason := next(_reasons(config, name, hf_config), None)) is not None}
+    for by_what, cure in told.values():
+        alike = [name for name, reason in told.items() if reason == (by_what, cure)]
+        has, cure = ("has", cure) if len(alike) == 1 else ("have", cure.replace("remove it", "remove them"))
+        raise ConfigError(f"{', '.join(alike)} {has} no effect with {by_what}; {cure}")
     known = dict(hf_config or {})  # a field that was removed is not in it
     if typed := {name.split(".")[2] for name in names if name.startswith("model.hf_config.")} & known.keys():
         check_spelling(known, typed, each_is_read=True)

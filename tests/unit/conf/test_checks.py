@@ -173,6 +173,7 @@ CASES = [
     ("parity.stop_k3=inf", "parity.stop_k3 must be finite, got inf"),
     ("parity.replay_routing=true", "contradicts cluster.device=cpu.*does not record.*cluster.device=cuda"),
     ("model=tiny_qwen3 trainer.ep_size=1 parity.replay_routing=true", "parity.replay_routing=true needs a mixture of experts.*qwen3.*parity.replay_routing=false"),
+    ("algorithm=sft rollout.tp_size=2 run.seed=1 weight_sync.mode=adapter", "rollout.tp_size, weight_sync.mode have no effect with algorithm=sft.*; remove them, or"),
     ("algorithm=sft parity.replay_routing=true", "parity.replay_routing has no effect with algorithm=sft"),
     ("algorithm=sft parity.warn_k3=0.1", "parity.warn_k3 has no effect with algorithm=sft"),
     ("algorithm.clip_high=0.3", "algorithm.clip_high has no effect with algorithm.ratio_baseline=trainer.*set algorithm.ratio_baseline=rollout"),
