@@ -34,7 +34,7 @@ from functools import cached_property, partial, wraps
 from pathlib import Path, PurePosixPath
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from slipstream.conf.failures import in_daemon_thread
+from slipstream.conf.failures import in_daemon_thread, in_words
 from slipstream.conf.json_files import JsonObject, object_or_empty
 from slipstream.conf.whole_files import write_whole
 from slipstream.orchestrator.errors import ObjectStoreError
@@ -66,9 +66,10 @@ _CURES = {
     "FileNotFoundError": "a run makes no bucket",
     "ImportError": "for s3:// pip install 'slipstream-rl[s3]', for gs:// pip install gcsfs, for abfs:// pip install "
     "adlfs",
+    "ValueError: Protocol not known": "give s3://, gs://, abfs://, file:// or another that fsspec knows",
     "EndpointConnectionError": "another address than Amazon's is AWS_ENDPOINT_URL",
 }
-"""Name of an error -> what to do."""
+"""How an error begins -> what to do."""
 
 
 def _soon(ask: Callable[Concatenate[ObjectStore, P], T]) -> Callable[Concatenate[ObjectStore, P], T]:
@@ -203,9 +204,9 @@ class ObjectStore:
         except ObjectStoreError:
             raise
         except Exception as error:
-            kind = type(error).__name__
-            cure = f"; {_CURES[kind]}" if kind in _CURES else ""
-            raise ObjectStoreError(f"{self.url} {what}: {kind}: {error}{cure}") from error
+            said = in_words(error)
+            cure = "".join(f"; {cure}" for begin, cure in _CURES.items() if said.startswith(begin))
+            raise ObjectStoreError(f"{self.url} {what}: {said}{cure}") from error
 
 
 def _note_in_the_log(_: AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from slipstream.orchestrator.checkpoints.journal import waits_for
 from slipstream.orchestrator.checkpoints.object_store import ENVIRONMENT, ObjectStore
 from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.environment import resolve_device
-from slipstream.orchestrator.errors import PreflightError
+from slipstream.orchestrator.errors import ObjectStoreError, PreflightError
 from slipstream.orchestrator.files.held_out import choosing_metrics
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, follow_latest, resumed_folder
@@ -255,7 +255,10 @@ def check_checkpoint_dir(config: RunConfig) -> Fact | None:
     if url is None or config.run.num_steps == 0:
         return None
     began_s = time.monotonic()
-    ObjectStore(url).check()
+    try:
+        ObjectStore(url).check()
+    except ObjectStoreError as error:
+        raise ConfigError(f"run.checkpoint_dir={error}") from error
     return Fact("checkpoints", f"go to {url}, too (written and read back in {time.monotonic() - began_s:.1f} s)")
 
 

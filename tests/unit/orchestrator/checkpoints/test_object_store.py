@@ -337,11 +337,12 @@ def test_resume_takes_a_url(
     assert f"go to {above}, too" in shown and "goes on from step 3\n" in shown
     assert not list(elsewhere.iterdir())
     for words, message in (
-        ([above], "holds no config.yaml of a run; it has: run-1"),
-        (["nothing://bucket/run"], "Protocol not known: nothing"),
-        ([remote.url, "run.checkpoint_dir=null"], "run.checkpoint_dir has no effect with slipstream resume"),
+        (["resume", above], "holds no config.yaml of a run; it has: run-1"),
+        (["resume", "nothing://bucket/run"], "Protocol not known: nothing; give s3://"),
+        (["train", "--dry-run", *OPTIONS, "run.checkpoint_dir=no://b"], "run.checkpoint_dir=no://b cannot be written"),
+        (["resume", remote.url, "run.checkpoint_dir=null"], "run.checkpoint_dir has no effect with slipstream resume"),
     ):
-        assert main(["resume", *words]) == 2
+        assert main(words) == 2
         assert message in capsys.readouterr().err
     other = checkpoints_of(load_run_config([*OPTIONS, f"run.checkpoint_dir={above}"]), RunFolder(elsewhere / "run-1"))
     with pytest.raises(CheckpointError, match=r"run\.seed: 7 there, 0 now"):
