@@ -195,7 +195,9 @@ def networks(machine: Machine) -> Iterator[Finding]:
         yield _judged("network", nic.name, f"{nic.state}, {nic.rate}, {nic.link_layer}", down)
     if not nics:
         yield Finding("network", "RDMA devices", "none", Status.note, "weights cross hosts over TCP")
-    up_interfaces = [name for name, state in list_interfaces().items() if state == "up" or name == "lo"]
+    up_interfaces = [
+        name for name, state in list_interfaces().items() if state == "up" or (name, state) == ("lo", "unknown")
+    ]
     loopback = "" if "lo" in up_interfaces else "a run on one machine talks over lo: ip link set lo up"
     yield _judged("network", "interfaces", ", ".join(up_interfaces), loopback, Status.fail)
 

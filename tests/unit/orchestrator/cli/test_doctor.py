@@ -73,6 +73,15 @@ def test_hidden_gpus_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA_VISIBLE_DEVICES='0' hides the others" in finding.advice
 
 
+@pytest.mark.parametrize(("state", "status"), [("unknown", Status.ok), ("down", Status.fail)])
+def test_a_loopback_that_is_down_is_to_be_brought_up(
+    state: str, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "list_interfaces", lambda: {"lo": state, "eth0": "up", "eth1": "down"})
+    *_, interfaces = doctor.networks(HERE)
+    assert (interfaces.status, "ip link set lo up" in interfaces.advice) == (status, status is Status.fail)
+
+
 def test_taken_port_names_a_free_one() -> None:
     finding = next(iter(doctor.ports_and_ray(Machine(is_port_free=lambda port: port == 8270))))
     assert finding.status is Status.note, "a run starts all the same"
