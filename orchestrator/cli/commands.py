@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.orchestrator.cli import flags as cli_flags, offline_commands, run_commands, start_commands, texts
-from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say, tell
+from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, say, tell
 from slipstream.orchestrator.files.may_write import LOST, NUMBERS as FULL
 from slipstream.orchestrator.signals import wound_down_by_signals
 from slipstream.orchestrator.socket_folder import for_engines_alone
@@ -125,7 +125,7 @@ def _do(name: str, command: Command, words: list[str]) -> int:
     flags, others = command.read(parser, words)
     if getattr(flags, "help", False) or (command.needs_words and not words):
         print(parser.format_help(), end="")
-        return EXIT_OK
+        return EXIT_OK if words else EXIT_USAGE  # `slipstream merge $RUN && ...`, where RUN is not set
     if command.needs_run and (flags.run is None or cli_flags.is_option(str(flags.run))):
         raise ConfigError(f"slipstream {name} needs a run folder, e.g. {parser.example()}")
     with _names_missing_packages():

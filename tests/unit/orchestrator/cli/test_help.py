@@ -99,6 +99,9 @@ def test_every_flag_of_every_command_has_help(command: str, capsys: pytest.Captu
     assert shown.startswith(f"usage: slipstream {command}")
     for flag in re.findall(r"^  (--\S+)", shown, re.MULTILINE):
         assert re.search(rf"^  {flag}[^\n]*(  \w|\n {{10,}}\w)", shown, re.MULTILINE), flag
+    if COMMANDS[command].needs_words:
+        assert main([command]) == 2, "nothing was done"
+        assert capsys.readouterr().out == shown
 
 
 BLOCK = """
