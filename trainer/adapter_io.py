@@ -259,9 +259,11 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: JsonObject) -> 
     source.begin(version=0)
     try:
         for file, names in split.filename_to_tensors.items():  # all ranks walk the same tensors in the same order
-            content = {name: _merged(decoder, source, regions, tensors[name]) for name in names}
+            merged = ((name, _merged(decoder, source, regions, tensors[name])) for name in names)
+            content = {name: tensor for name, tensor in merged if tensor is not None}
             if is_writer:
-                _save({name: tensor for name, tensor in content.items() if tensor is not None}, folder / file)
+                _save(content, folder / file)
+            content.clear()  # before the next file's are merged
     finally:
         source.end()
     if is_writer:

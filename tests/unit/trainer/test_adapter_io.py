@@ -3,6 +3,7 @@ it."""
 
 import json
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -158,11 +159,21 @@ def test_a_merged_model_has_the_checkpoints_tensors_in_their_formats(tmp_path):
 def test_a_large_model_is_cut_into_files_with_an_index(tmp_path, monkeypatch):
     from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 
+    merge, merged, num_bytes = adapter_io._merged, [], []
+
+    def watched(*args):
+        merged.append(weakref.ref(tensor := merge(*args)))
+        num_bytes.append(sum(one.nbytes for held in merged if (one := held()) is not None))
+        return tensor
+
     monkeypatch.setattr(adapter_io, "MAX_FILE_BYTES", 1 << 16)
+    monkeypatch.setattr(adapter_io, "_merged", watched)
     decoder = make_decoder(MOE, trainer_config(TrainMode.full))
     save_merged(decoder, tmp_path, MOE)
     assert not (tmp_path / "model.safetensors").exists()
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
+    files = list(tmp_path.glob("model-*-of-*.safetensors"))
+    assert len(files) > 3
+    assert max(num_bytes) <= max(file.stat().st_size for file in files), "more than one file is in host memory"
     other = make_decoder(MOE, trainer_config(TrainMode.full))
     with torch.no_grad():
         for parameter in other.parameters():
