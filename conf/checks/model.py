@@ -52,7 +52,7 @@ def check_architecture(config: RunConfig, hf_config: HfConfig) -> None:
 
 
 def of_trainer(config: RunConfig, hf_config: HfConfig) -> Iterator[str]:
-    """Its ranks, its sequences, its adapters."""
+    """Its ranks, its embedding, its sequences, its adapters."""
     trainer, num_experts = config.trainer, num_experts_of(hf_config)
     if trainer.ep_size > 1 and num_experts == 0:
         yield (
@@ -64,6 +64,11 @@ def of_trainer(config: RunConfig, hf_config: HfConfig) -> Iterator[str]:
         yield (
             f"trainer.ep_size={trainer.ep_size} is more than the model's {num_experts} experts; with "
             f"trainer.num_ranks={trainer.num_ranks} it can be {one_of(allowed)}"
+        )
+    if trainer.embedding_on_host and read_config(hf_config).tie_embeddings:
+        yield (
+            "trainer.embedding_on_host=true needs a head of its own, and this model's is its embedding table "
+            "(tie_word_embeddings); set trainer.embedding_on_host=false"
         )
     if trainer.cp_size > 1:
         read_config(hf_config).check_cp_size(trainer.cp_size)

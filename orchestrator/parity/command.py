@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.conf.checks.model import of_trainer
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import object_or_empty
 from slipstream.conf.load import load_resolved_yaml, load_run_config
 from slipstream.conf.schema import Device, Init, ModelConfig, RunConfig, TrainMode
+from slipstream.conf.schema.rules import refuse_first
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.inputs.preflight import check_initial_adapter
@@ -61,6 +63,7 @@ def run_parity(options: ParityOptions, overrides: Sequence[str], say: Say) -> Pa
     """
     config, has_prompts = load_config(options, overrides)
     check_initial_adapter(config)
+    refuse_first(of_trainer(config, resolve_hf_config(config.model)))
     usual = None if options.usual is None else _relatives(options.usual)
     prompts = _prompts(config, options) if has_prompts else _random_prompts(config, options)
     try:

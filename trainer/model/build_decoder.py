@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Activations, TrainerConfig, TrainMode
 from slipstream.trainer.lora import Adapted
 from slipstream.trainer.model.build import Build
@@ -58,15 +57,10 @@ def build_decoder(
         by: What computes the decoder; None: the trainer's kernels.
         may_be_whole: Whether dense parameters are gathered once a call where they fit. The decoder is then to be called
             inside Decoder.in_use(), and all ranks build it together.
-
-    Raises:
-        ConfigError: the embedding table is to be on the host, and it is the head.
     """
     device = torch.device(device)
     layout = layout if layout is not None else ParallelLayout.single(device)
     lora = trainer.lora if trainer.mode is TrainMode.lora else None
-    if trainer.embedding_on_host and spec.tie_embeddings:
-        raise ConfigError("trainer.embedding_on_host=true needs a head of its own; this model's is the embedding table")
     missing: list[tuple[nn.Parameter, int]] = []
     host = None
     if trainer.activations_on_host:

@@ -31,6 +31,7 @@ MERGE = ["model.dtype=bfloat16", "weight_sync.remote_merge=host"]
 INT4 = {"quantization_config": {"config_groups": {"all": {"weights": {"num_bits": 4, "type": "int"}}}}}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 NO_MLP = {"num_experts": 8, "decoder_sparse_step": 1, "first_k_dense_replace": 0}
+ON_HOST = ["trainer.num_ranks=1", "trainer.ep_size=1", "trainer.embedding_on_host=true"]
 SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64", "trainer.ep_size=1"]
 
 
@@ -40,6 +41,7 @@ SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64", "trainer.ep_s
         (of_trainer, EIGHT_RANKS, {"num_experts": 8}, {"num_experts": 7}, "trainer.ep_size=8 is more than the model's 7 experts; with trainer.num_ranks=8 it can be 1, 2, 4$"),
         (of_trainer, LONG, {"max_position_embeddings": 64}, {"max_position_embeddings": 63}, "rollout.max_model_len=64 is more than .*to at most 63"),
         (of_trainer, SFT, {"max_position_embeddings": 64}, {"max_position_embeddings": 63}, "data.max_sequence_tokens=64 is more than .*to at most 63"),
+        (of_trainer, ON_HOST, BY_FAMILY["qwen3"], {**BY_FAMILY["qwen3"], "tie_word_embeddings": True}, "needs a head of its own.*set trainer.embedding_on_host=false"),
         (of_cpu_engines, [], {"head_dim": 512}, {"head_dim": 576}, "head_dim=576 has no attention kernel"),
         (of_cpu_engines, [], {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 48}, {"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "this model has 512 and 32"),
         (of_cpu_engines, [], {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, {"kv_lora_rank": 256, "qk_rope_head_dim": 64}, "this model has 256 and 64"),

@@ -75,11 +75,16 @@ def test_a_run_is_compared_from_any_folder(
     assert f"error: --output={here / 'taken'} cannot be written" in capsys.readouterr().err
 
 
-def test_an_adapter_that_computes_something_else_is_refused_before_the_engine_starts(tmp_path: Path):
+def test_what_the_trainer_cannot_compute_is_refused_before_the_engine_starts(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "use_dora": true}')
     words = [*TINY, f"trainer.lora.init_from={tmp_path}"]
     with pytest.raises(ConfigError, match="has use_dora=true"):
         run_parity(ParityOptions(output=tmp_path / "parity"), words, lambda phase: pytest.fail(phase))
+    hf_config = dict(load_run_config([*TINY, "rollout=small"]).model.hf_config) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    options = ParityOptions(model=tmp_path, output=tmp_path / "parity")
+    with pytest.raises(ConfigError, match="embedding_on_host=true needs a head of its own"):
+        run_parity(options, ["trainer.embedding_on_host=true"], lambda phase: pytest.fail(phase))
     assert not (tmp_path / "parity").exists()
 
 

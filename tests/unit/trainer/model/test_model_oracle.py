@@ -23,7 +23,6 @@ from cases.tiny_models import (
 )
 from torch import Tensor, nn
 
-from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Activations, MlaNormEps, OptimConfig, TrainMode
 from slipstream.trainer.adapter_io import PREFIX, load_adapter, pack_expert_a, pack_expert_b, save_adapter
 from slipstream.trainer.kernels import delta_rule
@@ -270,12 +269,6 @@ def test_cu_seqlens_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match="cu_seqlens must rise from 0"):
             decoder(token_ids, positions, torch.tensor(wrong, dtype=torch.int64))
     assert sum(LENGTHS) == 24
-
-
-def test_a_table_that_is_also_the_head_stays_on_the_device():
-    tied = {**tiny.DENSE, "tie_word_embeddings": True}
-    with pytest.raises(ConfigError, match="embedding_on_host=true needs a head of its own"):
-        make_decoder(tied, trainer_config(embedding_on_host=True))
 
 
 MODELS = BY_FAMILY | {
