@@ -148,6 +148,8 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         cure = _OF_ANOTHER_VERSION if isinstance(error, ConfigKeyError) else ""
         raise ConfigError(subject + _explain_foreign(error) + cure) from error
+    except (AssertionError, RecursionError) as error:  # OmegaConf's, of a number alone; lists in lists in lists
+        raise ConfigError(f"{subject}it holds no options of a run") from error
     assert isinstance(config, RunConfig)
     return _checked(config, parsed)
 

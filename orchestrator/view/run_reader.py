@@ -48,8 +48,9 @@ class RunReader:
 
     def __init__(self, root: Path) -> None:
         self.folder = RunFolder(root.resolve())
-        self.options: JsonObject = dict(flatten(saved_options(root)))
-        """By their full names."""
+        saved = dict(flatten(saved_options(root)))
+        self.options: JsonObject = {name: str(one) if one == math.inf else one for name, one in saved.items()}
+        """By their full names, as JSON has them: algorithm.correction_max may be infinite."""
         self._tokens = TokenText(self.folder.model)
         self._metrics = MetricsTable(self.folder.metrics)
         self._fleet_file, self._fleet = GrowingFile(self.folder.fleet), FleetTable()

@@ -281,7 +281,7 @@ def test_resolved_yaml_of_another_schema_is_refused() -> None:
         load_resolved_yaml("trainer: {num_rank: 2}", subject="F: ")
 
 
-@pytest.mark.parametrize("text", ["reward: 3", "reward: {parts: [1]}", "rollout: []"])
+@pytest.mark.parametrize("text", ["reward: 3", "reward: {parts: [1]}", "rollout: []", "3", "[" * 9999])
 def test_a_damaged_config_of_a_run_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^F: .+"):
         load_resolved_yaml(text, subject="F: ")

@@ -266,6 +266,14 @@ def test_a_damaged_line_of_any_file_of_rows_is_passed_over(
     read_starts(folder.startup)
 
 
+def test_an_option_that_is_infinite_is_told(tmp_path: Path) -> None:
+    folder = MadeUpRun(tmp_path / "run", num_steps=2).folder
+    saved = folder.config.read_text()
+    folder.config.write_text(saved.replace("correction_max: null", "correction_max: .inf"))
+    told = answer(RunReader(folder.root), "options", None, {})
+    assert json.loads(json.dumps(told, allow_nan=False))["algorithm.correction_max"] == "inf"
+
+
 def test_a_port_that_is_taken_and_a_file_that_cannot_be_written_are_told(tmp_path: Path) -> None:
     import socket
 
