@@ -11,15 +11,17 @@ PEFT are, too.
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slipstream.conf.architecture.config_fields import LARGEST_NUMBER
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import BESIDE_DENSE
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonMapping, JsonObject, object_or_empty
+from slipstream.conf.json_files import JsonMapping, JsonObject, is_list, object_or_empty
 from slipstream.conf.schema import LoraConfig
 from slipstream.trainer.weights.adapter_names import PREFIX
 from slipstream.weight_sync.disk.safetensors_files import StoredTensor, read_header
@@ -81,7 +83,7 @@ class StoredAdapter:
         inner = module.removesuffix(".base_layer")
         if inner.endswith(".experts"):
             module = f"{inner}.{'down_proj' if inner == module else 'gate_up_proj'}"
-        elif any(f".{module}.weight".endswith(f".{name}") for name in self.fields.get("target_parameters") or ()):
+        elif any(f".{module}.weight".endswith(f".{name}") for name in self._target_parameters):
             module += ".weight"
         rank, alpha = (
             next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
@@ -91,6 +93,11 @@ class StoredAdapter:
             )
         )
         return rank, alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
+
+    @property
+    def _target_parameters(self) -> Sequence[Any]:
+        names = self.fields.get("target_parameters")
+        return names if is_list(names) else ()
 
 
 def name_of_bank(name: str) -> str:
@@ -123,8 +130,10 @@ def _refuse_other_functions(fields: JsonMapping, of: str) -> None:
     """Raise ConfigError for the first field that makes an adapter something else than W + scale * B @ A."""
     for field, kinds in (("r", int), ("lora_alpha", int | float)):
         value = fields.get(field)
-        if value is None or not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(f"{of} has {field}={value!r} in {ADAPTER_CONFIG}, and an adapter needs a number above 0")
+        if not _is_above_0(value, kinds):
+            raise ConfigError(
+                f"{of} has {field}={value!r:.40} in {ADAPTER_CONFIG}, and an adapter needs a number above 0"
+            )
     if (kind := fields.get("peft_type")) not in (None, "LORA"):
         raise ConfigError(f"{of} has peft_type={kind!r}, and only LORA is read; {_MERGE}")
     for field, kinds in (("rank_pattern", int), ("alpha_pattern", int | float)):
@@ -151,7 +160,11 @@ def _is_pattern(key: str, value: Any, kinds: Any) -> bool:
         re.compile(key)
     except re.error:
         return False
-    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+    return _is_above_0(value, kinds)
+
+
+def _is_above_0(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < LARGEST_NUMBER
 
 
 def _shortened(value: object) -> str:

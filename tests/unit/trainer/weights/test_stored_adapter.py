@@ -4,6 +4,7 @@ that would compute something else is refused by the name of the field or of the 
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,9 @@ def test_an_initialization_that_changes_the_base_is_refused(start: str, plain: P
         ({"r": True}, "has r=True in adapter_config.json"),
         ({"lora_alpha": 0}, "has lora_alpha=0 in adapter_config.json"),
         ({"lora_alpha": "16"}, "has lora_alpha='16' in adapter_config.json"),
+        ({"lora_alpha": math.nan}, "has lora_alpha=nan in adapter_config.json"),
+        ({"lora_alpha": 10**400}, "has lora_alpha=1000"),
+        ({"alpha_pattern": {"q_proj": math.nan}}, "has alpha_pattern={'q_proj': nan}, which is no object of patterns"),
         ({"peft_type": "LOHA"}, "has peft_type='LOHA', and only LORA is read"),
         ({"rank_pattern": [3]}, "has rank_pattern=[3], which is no object of patterns"),
         ({"alpha_pattern": {"(": 3}}, "has alpha_pattern={'(': 3}, which is no object of patterns"),
@@ -285,6 +289,8 @@ def test_a_module_is_a_target_parameter_by_whole_parts_of_its_name() -> None:
     stored = StoredAdapter(Path(), fields, {})
     assert stored.rank_and_scale("model.layers.0.self_attn.kv_proj") == (2, 4.0)
     assert stored.rank_and_scale("model.layers.0.self_attn.v_proj") == (4, 2.0)
+    fields["target_parameters"] = 3  # no list, and so none
+    assert stored.rank_and_scale("model.layers.0.self_attn.v_proj") == (2, 4.0)
 
 
 def test_alpha_may_be_typed_with_six_digits(plain: Path, tmp_path: Path) -> None:
