@@ -17,7 +17,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slipstream.conf.architecture.config_fields import LARGEST_NUMBER
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.architecture.moe_spec import BESIDE_DENSE
 from slipstream.conf.errors import ConfigError
@@ -53,6 +52,10 @@ _CONVERT = (
 _FLOATS = ("F32", "BF16", "F16")
 SAME_SCALE = 1e-6
 """Relative difference below which scales are one: alpha of an rsLoRA adapter is a decimal that somebody typed."""
+
+
+LARGEST_ALPHA = 1e18
+"""No adapter comes near it; JSON has larger numbers, that no float holds."""
 
 
 class Kind(StrEnum):
@@ -164,7 +167,7 @@ def _is_pattern(key: str, value: Any, kinds: Any) -> bool:
 
 
 def _is_above_0(value: Any, kinds: Any) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < LARGEST_NUMBER
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < LARGEST_ALPHA
 
 
 def _shortened(value: object) -> str:
