@@ -97,13 +97,16 @@ class UserProcess:
     @classmethod
     async def start(cls, program: Program) -> UserProcess:
         """Start it and wait for it to be ready. Raises: ConfigError, of the program's class."""
-        kept = await KeptProcess.start(
-            program.module,
-            environment=program.environment,
-            log_path=program.log_path,
-            max_message_bytes=program.max_message_bytes,
-        )
         begins = f"{program.option}: its process"
+        try:
+            kept = await KeptProcess.start(
+                program.module,
+                environment=program.environment,
+                log_path=program.log_path,
+                max_message_bytes=program.max_message_bytes,
+            )
+        except OSError as e:
+            raise program.error(f"{begins} cannot be started: {e}") from e
         log = "" if program.log_path is None else f"; what it printed is in {program.log_path.name}"
         async with contextlib.AsyncExitStack() as failed:
             failed.push_async_callback(kept.end, at_once=True)

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,6 +64,19 @@ async def test_a_cancelled_question_is_cancelled_in_the_process_which_goes_on(tm
         await until(tmp_path / "diary", "cancelled")
         assert await other == Outcome(SCORE, 0.5)
         assert late.cancelled()
+
+
+async def test_a_process_for_which_the_machine_has_no_room_costs_what_is_asked_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as pool:
+        (process,) = pool._alive
+        with monkeypatch.context() as full:
+            full.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "no room for a process")))
+            await process.end()
+            outcome = await run_episode(pool, {"seconds": 0}, "", "")
+        assert outcome.kind == DIED and "no room for a process" in outcome.report
+        assert await run_episode(pool, {"seconds": 0}, "", "") == Outcome(SCORE, 0.5)
 
 
 async def test_what_is_asked_when_the_pool_is_closed_cleans_up(tmp_path: Path) -> None:
