@@ -21,7 +21,7 @@ from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.schema import ANSWER, READ_AN_ANSWER, Objective, Order, RunConfig
 from slipstream.orchestrator.data.curriculum import Middling
 from slipstream.orchestrator.data.prompts import Encoder, PromptReader, check_text, encode_up_to
-from slipstream.orchestrator.data.sources import Row, listed
+from slipstream.orchestrator.data.sources import HUB, Row, listed, read_rows
 from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
 from slipstream.orchestrator.files.run_folder import RunFolder, resumed_folder
@@ -147,8 +147,11 @@ def check_data(config: RunConfig) -> Fact:
     subject = {Objective.policy: "prompts", Objective.sft: "conversations", Objective.dpo: "pairs"}[objective]
     try:
         encoder = RowEncoder(config)
-    except ConfigError:
-        return Fact(subject, "not read")  # other checks report what is wrong with the model or the tokenizer
+    except ConfigError:  # other checks report what is wrong with the model or the tokenizer
+        for source in config.data.training_sources:
+            if not source.startswith(HUB):
+                read_rows(source, option="data.sources" if config.data.sources else "data.path")
+        return Fact(subject, "not read")
     check_ends(config, encoder.ends)
     if config.data.chat_template_kwargs:
         encoder.exact.check_options(config.data.chat_template_kwargs, "data.chat_template_kwargs")

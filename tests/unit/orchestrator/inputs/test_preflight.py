@@ -258,6 +258,10 @@ def test_one_cause_is_reported_once(tmp_path: Path, name: str, said: str) -> Non
         run_preflight(load_run_config(words_for(tmp_path / name, "parity.replay_routing=true")))
     assert "problems" not in str(caught.value)
     assert said in str(caught.value)
+    with pytest.raises(
+        PreflightError, match=rf"2 problems:\n.*{said}.*\n.*data\.path={tmp_path}/gone\.jsonl does not exist"
+    ):
+        run_preflight(load_run_config(words_for(tmp_path / name, f"data.path={tmp_path}/gone.jsonl")))
 
 
 def test_device_is_decided_before_rules_about_devices(checkpoint: Path) -> None:
