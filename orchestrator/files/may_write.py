@@ -81,7 +81,7 @@ def _lost(error: OSError, path: Path) -> str | None:
     name = error.filename if isinstance(error.filename, str) else None if os.path.isdir(path) else path
     if error.errno in LOST and name is not None:
         return f"{name} is out of reach or read-only: {error.strerror}"
-    if error.errno == errno.ENOENT and not path.exists():
+    if error.errno == errno.ENOENT and name is not None and Path(name).is_relative_to(path) and not path.exists():
         return f"{path} is gone: somebody has removed or moved it while the run went on"
     return None
 

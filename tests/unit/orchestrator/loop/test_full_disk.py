@@ -61,9 +61,10 @@ def test_only_the_error_of_a_full_disk_is_renamed(tmp_path: Path) -> None:
         full.write_text("x")
     with pytest.raises(DiskFull, match=f"{state} cannot be written: No space left"), naming_a_full_disk(state):
         raise OrchestratorError("trainer rank 0 failed with SafetensorError: No space left on device (os error 28)")
-    with pytest.raises(FileNotFoundError), naming_a_full_disk(tmp_path):
-        (tmp_path / "none").read_text()
     run = tmp_path / "run"
+    for path in (tmp_path, run):
+        with pytest.raises(FileNotFoundError), naming_a_full_disk(path):
+            (tmp_path / "none").read_text()
     with pytest.raises(DiskLost, match=f"^{run} is gone: somebody has removed or moved it"), naming_a_full_disk(run):
         (run / "timeline.jsonl").touch()
 
