@@ -117,8 +117,13 @@ class ObjectStore:
         with self._speaking("cannot be written") as (fs, root):
             fs.pipe_file(f"{root}/{_OWNER}", THIS_PROCESS.encode())
 
+    @property
+    def owner(self) -> str:
+        """Which process goes on with the run; empty: none has begun."""
+        return self.text(_OWNER) or ""
+
     def check_own(self) -> None:
-        check_word(self.text(_OWNER) or "", self.url)
+        check_word(self.owner, self.url)
 
     @_soon
     def folders(self) -> list[str]:

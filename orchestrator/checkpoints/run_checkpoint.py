@@ -139,7 +139,7 @@ class CheckpointStore:
 
     def begin_sending(self) -> None:
         """From here on send each complete checkpoint to the object store, if there is one; and the newest one now.
-        Raises ConfigError: it holds checkpoints, and this folder none: they are another run's."""
+        Raises ConfigError: it is another run's, which has checkpoints there, or began before this one's first row."""
         record = self.folder / "remote.json"
         if self._remote is None:
             record.unlink(missing_ok=True)  # of an earlier part of the run
@@ -150,6 +150,11 @@ class CheckpointStore:
             raise ConfigError(
                 f"{self._remote.url} holds checkpoints of another run of this name, up to step {steps[-1]}; choose "
                 f"another run.name, or go on with that run: slipstream resume {self._remote.url}"
+            )
+        if newest is None and not self._run.metrics.exists() and (owner := self._remote.owner):
+            raise ConfigError(
+                f"{self._remote.url} is the place of another run of this name, of {owner}, which began in the same "
+                "second in another run.dir; start this one again, or choose another run.name"
             )
         self._remote.claim()
         self._uploads = CheckpointUploads(self._remote, record, keep=self._keep, spared=lambda: set(self.spared))

@@ -126,6 +126,8 @@ def test_where_another_process_goes_on_nothing_is_sent_or_removed(
     owner = tmp_path / "store" / "run-1" / "owner"
     owner.parent.mkdir(parents=True)
     owner.write_text("process 6 on elsewhere")
+    checkpoints.folder.parent.mkdir()
+    RunFolder(checkpoints.folder.parent).metrics.touch()  # of its steps until then
     send_with(checkpoints, 1)
     checkpoints.begin_sending()
     owner.write_text("process 7 on elsewhere")
@@ -233,9 +235,15 @@ def test_a_checkpoint_that_is_there_is_said_to_be_there_although_older_ones_cann
 def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another_one_of_its_name(
     checkpoints: CheckpointStore, remote: ObjectStore, tmp_path: Path
 ) -> None:
-    """Two machines begin a run within one second."""
-    send_with(checkpoints, 1)
+    """Two machines begin a run within one second. The second one would take the place of the first one, which would
+    learn of it, and end, at its first checkpoint.
+    """
     other = CheckpointStore(tmp_path / "elsewhere" / "run-1" / "checkpoints", keep=1, options={}, remote=remote)
+    checkpoints.begin_sending()
+    with pytest.raises(ConfigError, match=r"another run of this name, of process .*; start this one again"):
+        other.begin_sending()
+    write(checkpoints, 1)
+    checkpoints.finish_sending()
     with pytest.raises(ConfigError, match=r"another run of this name, up to step 1; choose another run\.name"):
         other.begin_sending()
     remote.check_own()  # it is the first one's still
