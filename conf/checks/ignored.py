@@ -77,9 +77,6 @@ def _reasons_about_many(config: RunConfig) -> Iterator[tuple[tuple[str, ...], st
     if objective is not Objective.policy:
         why = f"algorithm={objective}, which starts no engines and judges no rollouts"
         yield READ_BY_POLICY_ALONE, why, "remove it, or choose algorithm=grpo"
-        if config.is_bitwise:
-            why = f"algorithm={objective}, which has no engine to agree with"
-            yield ("trainer.numerics.match",), why, "remove it, or choose algorithm=grpo"
     if config.reward.parts:
         cure = "set it in reward.parts.NAME, or remove reward.parts"
         yield OF_ONE_REWARD, "reward.parts, each of which has its own", cure

@@ -56,6 +56,11 @@ def _of_rows(config: RunConfig) -> Iterator[str]:
             f"data.order=middling contradicts algorithm={objective}, whose rows have no success rates; set "
             "data.order=shuffled"
         )
+    if config.is_bitwise and objective is not Objective.policy:
+        yield (
+            f"parity=bitwise (trainer.numerics.match) contradicts algorithm={objective}, which has no engine to agree "
+            "with; set trainer.numerics.match=engine, or choose algorithm=grpo"
+        )
     if config.model.tokenizer is None and config.model.path is None:
         yield "model.tokenizer is required when model.path is null; give a folder, or model.tokenizer=characters"
 

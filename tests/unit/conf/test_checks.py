@@ -70,7 +70,10 @@ CASES = [
     (BITWISE + " model.dtype=bfloat16 model.hf_config.head_dim=64", "parity=bitwise.*head_dim=64: only at 128, 192, 256 .*parity=standard"),
     (BITWISE + " model.dtype=bfloat16 trainer.activations=keep", "trainer.activations has no effect with trainer.numerics.match=bitwise"),
     ("trainer.activations=host trainer.numerics.match=merged trainer.num_ranks=1 trainer.ep_size=1", "trainer.activations=host contradicts trainer.numerics.match=merged"),
-    ("algorithm=sft trainer.num_ranks=1 trainer.ep_size=1 trainer.numerics.match=bitwise", "trainer.numerics.match has no effect with algorithm=sft"),
+    *(
+        (f"algorithm=sft trainer.num_ranks=1 trainer.ep_size=1 {one}=bitwise", "contradicts algorithm=sft, which has no engine .*set trainer.numerics.match=engine")
+        for one in ("trainer.numerics.match", "parity")
+    ),
     ("trainer.num_ranks=16 trainer.ep_size=16 algorithm.groups_per_step=16", "trainer.ep_size=16 is more than the model's 8 experts.*can be 1, 2, 4, 8"),
     ("model=tiny_qwen3", "trainer.ep_size=2 needs a mixture of experts.*qwen3.*trainer.ep_size=1"),
     ("trainer.num_ranks=3", "trainer.ep_size must divide trainer.num_ranks.*2.*3; it can be 1, 3"),
