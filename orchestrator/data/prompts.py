@@ -36,8 +36,9 @@ class Encoder(Protocol):
     """What turns text into token ids; `orchestrator.inputs.text_encoder.TextEncoder` in a run, ten lines in tests.
 
     `ends` are tokens at which a response ends, with their texts: the first is what ends an answer that is plain text.
-    encode_with_places() is rollout.text.plain_text.encode_text; render() gives a chat as the model sees it, with
-    `is_open` up to where its answer begins; check_turns() raises DataError if that is not what the chat has.
+    encode() with special tokens is rollout.text.plain_text.encode_open, for a text that is to go on, and
+    encode_with_places() is encode_text there; render() gives a chat as the model sees it, with `is_open` up to where
+    its answer begins; check_turns() raises DataError if that is not what the chat has.
     """
 
     @property

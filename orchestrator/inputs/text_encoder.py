@@ -14,7 +14,7 @@ from slipstream.rollout.errors import DataError, TokenizerError
 from slipstream.rollout.text.chat_template import ChatTemplate
 from slipstream.rollout.text.ends import end_token_ids
 from slipstream.rollout.text.messages import Chat
-from slipstream.rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
+from slipstream.rollout.text.plain_text import TOKENIZER_FILE, encode_open, encode_text, load_tokenizer
 from slipstream.rollout.text.turns import TurnCheck
 
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
@@ -77,6 +77,8 @@ class TextEncoder:
         """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if add_special_tokens:
+            return encode_open(self._tokenizer, text, self.ends)
         return encode_text(self._tokenizer, text, add_special_tokens)[0]
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:

@@ -16,7 +16,7 @@ from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.chat_template import ChatTemplate
 from slipstream.rollout.text.ends import vocab_size
 from slipstream.rollout.text.messages import Chat
-from slipstream.rollout.text.plain_text import encode_text, load_tokenizer
+from slipstream.rollout.text.plain_text import encode_open, load_tokenizer
 from slipstream.rollout.text.turns import TurnCheck
 
 
@@ -90,7 +90,7 @@ class FolderChatText:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a plain prompt, those that a row with this text has."""
-        return encode_text(self._tokenizer, text, add_special_tokens=True)[0]
+        return encode_open(self._tokenizer, text, self.stop_texts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

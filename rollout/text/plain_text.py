@@ -3,6 +3,7 @@
 Owns: how a tokenizer.json is loaded, and which special tokens a text gets.
 """
 
+from collections.abc import Container
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -39,3 +40,12 @@ def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tu
     if num_after and own[-num_after:] == ids[-num_after:]:
         last -= num_after
     return ids[first:last], encoded.offsets[first:last]
+
+
+def encode_open(tokenizer: Tokenizer, text: str, ends: Container[int]) -> list[int]:
+    """Token ids of a text that is to go on: as encode_text has them, without an end of sequence that the tokenizer adds
+    behind it, after which a model would begin something else."""
+    ids, places = encode_text(tokenizer, text, add_special_tokens=True)
+    while ids and ids[-1] in ends and places[len(ids) - 1] == (0, 0):
+        ids.pop()
+    return ids

@@ -52,8 +52,6 @@ _CONVERT = (
 _FLOATS = ("F32", "BF16", "F16")
 SAME_SCALE = 1e-6
 """Relative difference below which scales are one: alpha of an rsLoRA adapter is a decimal that somebody typed."""
-
-
 LARGEST_ALPHA = 1e18
 """No adapter comes near it; JSON has larger numbers, that no float holds."""
 

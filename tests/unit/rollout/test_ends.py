@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.template_tokenizer import save_template_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.inputs.rows.conversations import end_of_text
@@ -96,6 +98,17 @@ def test_fine_tuning_and_the_endpoint_of_agents_end_at_the_same_tokens(folder):
     chat = FolderChatText(folder, end_token_ids(folder))
     for end in encoder.ends:
         assert chat.reply([*chat.encode("yes"), end], ()).content == "yes"
+
+
+def test_a_prompt_of_text_ends_where_its_text_does_in_rows_and_requests(folder):
+    end, tokenizer = _ids(folder)[NAMES[0]], load_tokenizer(folder)
+    added: Any = TemplateProcessing(single=f"$A {NAMES[0]}", special_tokens=[(NAMES[0], end)])
+    tokenizer.post_processor = added  # as of a tokenizer that was saved with add_eos_token=true
+    tokenizer.save(str(folder / "tokenizer.json"))
+    encoder = TextEncoder(folder)
+    plain = encoder.encode("yes", add_special_tokens=False)
+    assert encoder.encode("yes") == FolderChatText(folder, end_token_ids(folder)).encode_prompt("yes") == plain
+    assert encoder.encode_with_places("yes", True)[0] == [*plain, end], "what is taught has its end"
 
 
 def test_where_only_a_config_names_an_end_plain_answers_are_taught_that_one(folder):

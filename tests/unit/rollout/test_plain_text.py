@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from slipstream.rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
+from slipstream.rollout.text.plain_text import TOKENIZER_FILE, encode_open, encode_text, load_tokenizer
 
 FORMS = {"": "$A", "begin": "<b> $A", "both": "<b> <c> $A <e> <b>", "end": "$A <e>"}
 
@@ -35,6 +35,15 @@ def test_a_text_gets_what_its_tokenizer_adds_and_a_rendered_one_nothing_twice(tm
     assert (ids, places) == (plain.ids, plain.offsets)
     assert ids == theirs
     assert encode_text(tokenizer, rendered, False)[0] == plain.ids
+
+
+@pytest.mark.parametrize(("form", "begins"), [("", []), ("<b> $A", ["<b>"]), ("<b> $A <e>", ["<b>"]), ("$A <e>", [])])
+def test_a_prompt_gets_no_end_of_sequence_but_its_own(tmp_path: Path, form: str, begins: list[str]) -> None:
+    tokenizer = save(tmp_path, form)
+    ends = {tokenizer.token_to_id("<e>")}
+    plain = [*map(tokenizer.token_to_id, begins), *tokenizer.encode("it is Paris", add_special_tokens=False).ids]
+    assert encode_open(tokenizer, "it is Paris", ends) == plain
+    assert encode_open(tokenizer, "it is Paris<e>", ends) == [*plain, *ends]
 
 
 def test_half_of_what_is_added_is_no_rendered_text(tmp_path: Path) -> None:
