@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 LONG = 200
 """Tokens of a response that is still under way while a publish runs: four seconds of a slow engine."""

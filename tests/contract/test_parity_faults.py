@@ -24,7 +24,7 @@ from slipstream.rollout.types import EngineOptions
 from slipstream.trainer.moe.router import Router, Routing
 from slipstream.trainer.scoring import Scorer
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 MODEL = ["model=tiny_qwen3_moe", "model.dtype=bfloat16", "model.hf_config.num_experts_per_tok=4", "data=letters"]
 DEVICE = Device.cuda if torch.cuda.is_available() else Device.cpu

@@ -32,7 +32,7 @@ from slipstream.rollout.branches import Branch, branches_of, context_of
 from slipstream.rollout.types import Prompt, Rollout, Turn
 from slipstream.rollout.worker import RolloutWorker
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 TOOLS = [
     {

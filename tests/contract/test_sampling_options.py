@@ -26,7 +26,7 @@ from slipstream.rollout.types import Rollout
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.model.logprobs import token_logprobs
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 FREE = SamplingConfig(max_tokens=120, stop_at_eos=False, seed=1)
 """With a seed, because a token at the very bound of top_p is in S for one of two programs that are right."""
