@@ -125,6 +125,7 @@ def test_interpolation_works() -> None:
         ("~zzz", ["unknown option zzz"]),
         ("hydra.run.dir=x", ["unknown option hydra.run.dir"]),
         ("trainer.num_ranks=two", ["trainer.num_ranks must be an integer", "'two'"]),
+        ("trainer.num_ranks=[1,2]", ["trainer.num_ranks must be an integer, got '[1, 2]'"]),
         ("run.num_steps=1.5", ["run.num_steps must be an integer", "'1.5'"]),
         ("run.seed=", ["run.seed must be an integer", "nothing after the '='"]),
         ("trainer.optim.lr=fast", ["trainer.optim.lr must be a number", "'fast'"]),
