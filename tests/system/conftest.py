@@ -22,6 +22,8 @@ import psutil
 import pytest
 
 from slipstream.conf.schema import Device
+from slipstream.conf.whole_files import write_whole
+from slipstream.orchestrator.cluster.own_ray import NUM_TRIES
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.machine import DASHBOARD_PORT
 from slipstream.rollout import worker_process
@@ -32,15 +34,31 @@ from slipstream.rollout.in_vllm.fork_server import BEGUN_VARIABLE, imports_read
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
 
-NUM_STARTS = 3
-"""Ray gives its processes seconds to start, which a busy machine may not have: a run tries as often."""
-
 ENDLESS = [
     "run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0", "data.eval_path=null",
     "algorithm.groups_per_step=4", "algorithm.group_size=8", "reward.kind=tests.fakes.slow_reward:share_of_answer",
 ]  # fmt: skip
 """A run that goes on until it is stopped, and leaves most of the cores to what starts meanwhile: its steps are small
 and wait for their rewards.
+"""
+HELD_REWARD = """
+import time, zlib
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+def is_held():
+    try:
+        num_rows = int((FOLDER / "held").read_text())
+        return len((FOLDER / "latest" / "metrics.jsonl").read_text().splitlines()) >= num_rows
+    except FileNotFoundError:
+        return False
+
+def judge(prompt, response, fields):
+    while is_held():
+        (FOLDER / "waits").touch()
+        time.sleep(0.05)
+    return zlib.crc32(f"{prompt} {response}".encode()) / 2**32
 """
 ROOM = 16
 """Processes of runs that the cluster of those that need none of their own has room for."""
@@ -268,6 +286,30 @@ class RunUnderWay:
         return self._process.wait(RUN_TIMEOUT_S)
 
 
+class HeldReward:
+    """A reward in a file beside a run's folder, which can hold the run up: a step is not over before its samples are
+    judged. What it gives is the same for equal responses, and as good as random.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "reward.py"
+        file.write_text(HELD_REWARD)
+        self._held, self._waits = (file.with_name(name) for name in ("held", "waits"))
+        self.words = [f"reward.kind={file}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}"]
+
+    def hold(self, num_rows: int = 0) -> None:
+        """From now on judge nothing once the run has so many rows."""
+        write_whole(self._held, str(num_rows))
+
+    def wait_until_held(self, run: RunUnderWay) -> None:
+        """Whoever waited before has ended."""
+        self._waits.unlink(missing_ok=True)
+        run.wait_for(self._waits.exists)
+
+    def let_go(self) -> None:
+        self._held.unlink()
+
+
 def trainer_ranks(run: Path) -> list[psutil.Process]:
     """The processes of a run's trainer ranks, which run.log names each time that they start."""
     pids = re.findall(r"trainer ranks are processes ([\d, ]+)", (run / "run.log").read_text())[-1]
@@ -335,7 +377,7 @@ class Nodes:
 
     def __init__(self, *tickets: int) -> None:
         script = Path(__file__).with_name("ray_nodes.py")
-        for _ in range(NUM_STARTS):
+        for _ in range(NUM_TRIES):
             self._process = subprocess.Popen(
                 [sys.executable, str(script), *map(str, tickets)],
                 stdin=subprocess.PIPE,
@@ -347,7 +389,7 @@ class Nodes:
             if self.address:
                 return
             self._process.wait(240)
-        raise AssertionError(f"Ray's nodes did not start {NUM_STARTS} times, for what is said above")
+        raise AssertionError(f"Ray's nodes did not start {NUM_TRIES} times, for what is said above")
 
     def lose(self, address: str) -> None:
         """End a node and all that runs there."""

@@ -21,8 +21,9 @@ from cases.another_user import REFUSED, attempts_beside
 from system.conftest import (
     ENDLESS,
     ONE_OF_EACH,
-    RUN_TIMEOUT_S,
+    HeldReward,
     RunUnderWay,
+    assert_all_end,
     dashboard_beside_another,
     nothing_left,
     trainer_ranks,
@@ -31,8 +32,8 @@ from system.conftest import (
 from slipstream.orchestrator.cli.status import status_of
 from slipstream.orchestrator.run import TOLD_TO_END
 
-TAUGHT = ["experiment=sft_quickstart", "trainer.num_ranks=1", "trainer.ep_size=1"]
-"""A run without engines, which lets no process import vLLM."""
+TAUGHT = ["experiment=sft_quickstart", "run.num_steps=1000", "trainer.num_ranks=1", "trainer.ep_size=1"]
+"""A run without engines, which lets no process import vLLM, and that goes on for longer than anybody looks at it."""
 
 
 @pytest.fixture
@@ -67,18 +68,6 @@ def test_a_batch_system_ends_a_run_whose_ray_starts(run: RunUnderWay) -> None:
         assert "There is no checkpoint" in run.said and TOLD_TO_END in run.said
 
 
-GATED_REWARD = """
-import random, time
-from pathlib import Path
-
-closed, waits = Path(__file__).with_name("closed"), Path(__file__).with_name("waits")
-
-def judge(prompt, response, fields):
-    while closed.exists():
-        waits.touch()
-        time.sleep(0.05)
-    return random.random()
-"""
 PUBLISH_BEGINS, PUBLISH_ENDED = (
     re.compile(r"publish of version (\d+) begins"),
     re.compile(r"publish of version (\d+) ended"),
@@ -112,14 +101,13 @@ def ended_in_a_publish() -> EndedInAPublish:
     with nothing_left() as tmp, dashboard_beside_another() as dashboard, few_calls:
         runs = tmp / "runs"
         runs.mkdir()
-        reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
-        reward.write_text(GATED_REWARD)
+        reward = HeldReward(runs)
         words = [*ENDLESS, *ONE_OF_EACH, "algorithm.groups_per_step=1", "algorithm.group_size=4", dashboard]
-        words += [f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}", "weight_sync.timeout_s=500"]
+        words += [*reward.words, "weight_sync.timeout_s=500"]
         with RunUnderWay(words, runs) as run:
             run.wait_until(lambda rows: len(rows) >= 2)
-            closed.touch()
-            run.wait_for(waits.exists)
+            reward.hold()
+            reward.wait_until_held(run)
             attempts = attempts_beside(run.said, run.folder) if os.geteuid() == 0 else {}
             run.wait_for(lambda: listed_calls(run.said))  # processes report them once a second
             server = run.worker("rollout-0").parent()
@@ -127,10 +115,10 @@ def ended_in_a_publish() -> EndedInAPublish:
             assert "slipstream.orchestrator.cluster.ray_host" in host.cmdline(), "the fork server was begun before Ray"
             engine, num_ended = run.engine_of("rollout-0"), len(PUBLISH_ENDED.findall(run.log))
             engine.suspend()
-            closed.unlink()
+            reward.let_go()
             run.wait_for(lambda: len(PUBLISH_BEGINS.findall(run.log)) > num_ended)
-            run.wait_for(lambda: listed_calls(run.said))  # processes report theirs once a second
-            kept_calls = listed_calls(run.said)
+            kept_calls: list[dict[str, Any]] = []
+            run.wait_for(lambda: bool(kept_calls.extend(listed_calls(run.said)) or kept_calls))  # the same
             run.tell_to_end()
             run.wait_for(lambda: "told to end: waiting for the step under way" in run.log)
             log_when_told = run.log
@@ -146,12 +134,13 @@ def ended_in_a_publish() -> EndedInAPublish:
 
 
 def listed_calls(said: str) -> list[dict[str, Any]]:
-    """Args: `said`, what the run's terminal shows."""
+    """None while the page's server is too busy to answer. `said`: what the run's terminal shows."""
     ((port, token),) = re.findall(r"Ray dashboard: http://127.0.0.1:(\d+) asks for the token in (\S+)", said)
     headers = {"authorization": f"Bearer {Path(token).read_text()}"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/api/v0/tasks", headers=headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)["data"]["result"]["result"]
+    return []
 
 
 def test_a_batch_system_ends_a_run_in_a_publish(ended_in_a_publish: EndedInAPublish) -> None:
@@ -198,8 +187,10 @@ def kill_server(run: RunUnderWay, name: str) -> None:
     """Of its two; the other one: tests/long."""
     with run:
         run.wait_for(lambda: has_joined(run))
+        started = processes(run, "")
         processes(run, name)[0].kill()
         assert run.exit_code() == 1
+        assert_all_end(started)  # where Ray ends the command with it, the server's host says why, and ends after it
         assert f"error: ClusterLost: {name}, which holds the run's Ray cluster, is gone: it was ended by SIGKILL" in (
             run.said
         )

@@ -6,13 +6,12 @@ import re
 import shutil
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from system.conftest import RUN_TIMEOUT_S, FinishedRun, RunUnderWay, assert_all_end, train, trainer_ranks
+from system.conftest import RUN_TIMEOUT_S, FinishedRun, HeldReward, RunUnderWay, assert_all_end, train, trainer_ranks
 
 from slipstream.conf.load import load_resolved_yaml
 from slipstream.orchestrator.files.row_files import read_rows
@@ -32,7 +31,7 @@ ON_POLICY = ["run.num_steps=3", "run.eval_every_steps=0", *DATA]
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Three strictly on-policy steps."""
     folder = tmp_path_factory.mktemp("on_policy")
-    return train([*ON_POLICY, f"run.checkpoint_dir=file://{folder}/store"], folder)
+    return train([*ON_POLICY, *HeldReward(folder).words, f"run.checkpoint_dir=file://{folder}/store"], folder)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +40,10 @@ def resumed(on_policy: FinishedRun, cluster: str) -> FinishedRun:
     lost.
     """
     shutil.rmtree(on_policy.folder / "checkpoints")
-    store = f"file://{on_policy.folder.parent}/store"
+    folder = on_policy.folder.parent
     words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", cluster, *DATA]
-    words += [f"run.resume={on_policy.folder}", f"run.checkpoint_dir={store}"]
-    return train(words, on_policy.folder.parent)
+    words += [*HeldReward(folder).words, f"run.resume={on_policy.folder}", f"run.checkpoint_dir=file://{folder}/store"]
+    return train(words, folder)
 
 
 def test_every_step_is_on_policy_committed_everywhere_and_in_parity(on_policy: FinishedRun) -> None:
@@ -87,30 +86,31 @@ def test_a_controller_and_trainer_ranks_that_are_killed_change_nothing_that_is_l
     """The same run, before it is resumed. Its command is killed in the second step, and again in the publish after it;
     `slipstream resume` goes on with the same processes. Then a rank is killed in a step, and rank 0 in a publish, for
     which an engine is held up. It samples from the same prompts, once each, and learns what the undisturbed run did, up
-    to the last bits that engines' log-probabilities have in any two runs.
+    to the last bits that engines' log-probabilities have in any two runs. No step ends before its reward is let go.
     """
-    with RunUnderWay([*ON_POLICY, "run.checkpoint_every_steps=0"], tmp_path) as run:
-        run.wait_until(lambda rows: len(rows) >= 2)
+    reward = HeldReward(tmp_path)
+    reward.hold(2)
+    with RunUnderWay([*ON_POLICY, *reward.words, "run.checkpoint_every_steps=0"], tmp_path) as run:
+        reward.wait_until_held(run)
         ranks, engines = trainer_ranks(run.folder), [run.engine_of(f"rollout-{number}") for number in (0, 1)]
+        wait_until_idle(engines[0])  # what it samples for this step is there
         ranks[1].suspend()
-        wait_until_idle(engines[0])  # what it samples for this step is there, and a rank is waited for
+        reward.hold(3)
+        wait_until_idle(engines[0])  # a rank is waited for
         kill_command(run)
         ranks[1].resume()
         run.resume()
         run.wait_for(lambda: "publish of version 2 begins" in run.log)
         kill_command(run)  # in it, or soon after
-        written = journal_time(run)
         run.resume()
-        run.wait_for(lambda: len(went_on_after(run)) == 2 and journal_time(run) != written)  # no rank is asked for more
-        ranks[1].suspend()
-        wait_until_idle(engines[0])
+        run.wait_for(lambda: len(went_on_after(run)) == 2)
+        reward.wait_until_held(run)
         ranks[1].kill()
         run.wait_for(lambda: run.log.count("trainer ranks are up again") == 1)
         ranks = trainer_ranks(run.folder)
-        ranks[1].suspend()
         wait_until_idle(engines[0])
         engines[0].suspend()
-        ranks[1].resume()
+        reward.let_go()
         run.wait_for(lambda: last_publish(run) == "begins")
         time.sleep(0.5)
         ranks[0].kill()
@@ -160,14 +160,6 @@ def went_on_after(run: RunUnderWay) -> list[str]:
 def last_publish(run: RunUnderWay) -> str:
     """What became of it: "begins" while it is under way."""
     return re.findall(r"publish of version \d+ (\w+)", run.log)[-1]
-
-
-def journal_time(run: RunUnderWay) -> int:
-    """When a state was written: at a controller's beginning, and in each step. Killed between two renames, a controller
-    leaves the state before alone."""
-    with suppress(FileNotFoundError):
-        return (run.folder / "control" / "journal").stat().st_mtime_ns
-    return (run.folder / "control" / "journal.before").stat().st_mtime_ns
 
 
 def kill_command(run: RunUnderWay) -> None:

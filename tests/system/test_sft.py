@@ -89,7 +89,7 @@ def in_two_parts(objective: str, folder: Path, cluster: str) -> InTwoParts:
 def _kill_a_rank(run: Path) -> None:
     """SIGKILL rank 1 in a step of the second half."""
     deadline = time.monotonic() + RUN_TIMEOUT_S
-    while not 16 <= len(rows_of(run)) <= 22:
+    while not 14 <= len(rows_of(run)) <= 22:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     trainer_ranks(run)[1].kill()
