@@ -38,20 +38,17 @@ class EngineRank:
         assert size % parts == 0
         return part * (size // parts), size // parts
 
+    def part(
+        self, meta: TensorMeta, start: tuple[int, int], shape: tuple[int, int], param: str, offset: int = 0
+    ) -> None:
+        """A rectangle of a matrix, whose rows lie one after the other in the parameter."""
+        self.loads.append(Load(meta.name, Region(start, shape), (0, 1), param, offset, (shape[1], 1)))
+
     def copied(self, meta: TensorMeta, dtype: str, post_load: PostLoad = PostLoad.identity) -> None:
         """A whole tensor, on every rank."""
-        name = f"engine.{meta.name}"
+        name, dims = f"engine.{meta.name}", range(len(meta.shape))
         self.params.append(Param(name, meta.shape, dtype, post_load))
-        self.loads.append(
-            Load(
-                meta.name,
-                Region((0,) * len(meta.shape), meta.shape),
-                tuple(range(len(meta.shape))),
-                name,
-                0,
-                rows(meta.shape),
-            )
-        )
+        self.loads.append(Load(meta.name, Region((0,) * len(dims), meta.shape), tuple(dims), name, 0, rows(meta.shape)))
 
     def stacked_rows(self, name: str, parts: Sequence[tuple[TensorMeta, int]], dtype: str) -> None:
         """Row shards of several tensors below each other: fused qkv, gate_up. Each part has its own number of distinct
@@ -60,9 +57,7 @@ class EngineRank:
         at = 0
         for meta, shards in parts:
             first, count = self.share(meta.shape[0], shards, self.rank * shards // self.tp_size)
-            self.loads.append(
-                Load(meta.name, Region((first, 0), (count, columns)), (0, 1), name, at * columns, (columns, 1))
-            )
+            self.part(meta, (first, 0), (count, columns), name, at * columns)
             at += count
         self.params.append(Param(name, (at, columns), dtype))
 
@@ -70,7 +65,7 @@ class EngineRank:
         first, count = self.share(meta.shape[1])
         name = f"engine.{meta.name}"
         self.params.append(Param(name, (meta.shape[0], count), dtype))
-        self.loads.append(Load(meta.name, Region((0, first), (meta.shape[0], count)), (0, 1), name, 0, (count, 1)))
+        self.part(meta, (0, first), (meta.shape[0], count), name)
 
     def transposed(self, meta: TensorMeta, dtype: str) -> None:
         name = f"engine.{meta.name}"
@@ -82,7 +77,7 @@ class EngineRank:
         name = f"engine.{meta.name}"
         columns = meta.shape[1]
         self.params.append(Param(name, (count + padding, columns), dtype))
-        self.loads.append(Load(meta.name, Region((first, 0), (count, columns)), (0, 1), name, 0, (columns, 1)))
+        self.part(meta, (first, 0), (count, columns), name)
         if padding:
             self.fills.append(Fill(name, count * columns, padding * columns))
 
@@ -103,26 +98,8 @@ class EngineRank:
         self.params.append(Param(f"{layer}.w2", (len(gates), hidden, count), dtype))
         for e, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):
             for half, meta in enumerate((gate, up)):
-                self.loads.append(
-                    Load(
-                        meta.name,
-                        Region((first, 0), (count, hidden)),
-                        (0, 1),
-                        f"{layer}.w13",
-                        (2 * e + half) * count * hidden,
-                        (hidden, 1),
-                    )
-                )
-            self.loads.append(
-                Load(
-                    down.name,
-                    Region((0, first), (hidden, count)),
-                    (0, 1),
-                    f"{layer}.w2",
-                    e * hidden * count,
-                    (count, 1),
-                )
-            )
+                self.part(meta, (first, 0), (count, hidden), f"{layer}.w13", (2 * e + half) * count * hidden)
+            self.part(down, (0, first), (hidden, count), f"{layer}.w2", e * hidden * count)
 
 
 def rows(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,5 +1,13 @@
 """config.json of tiny models, one of each family that the trainer knows."""
 
+from typing import Any
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    """A config that does not give these fields."""
+    return {name: value for name, value in config.items() if name not in names}
+
+
 COMMON = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
@@ -17,7 +25,7 @@ QWEN2 = {**COMMON, "model_type": "qwen2", "rms_norm_eps": 1e-5}
 MISTRAL = {**COMMON, "model_type": "mistral", "head_dim": 20, "sliding_window": 4, "rms_norm_eps": 1e-5}
 """A window shorter than most sequences, and heads that are not hidden_size / num_attention_heads."""
 MIXTRAL = {
-    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    **without(COMMON, "rope_theta"),
     "model_type": "mixtral",
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
@@ -37,7 +45,7 @@ OLMOE = {
 """Norms over all heads of q and of k."""
 
 LLAMA = {
-    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    **without(COMMON, "rope_theta"),
     "model_type": "llama",
     "rope_theta": 500000.0,
     "rope_scaling": {
@@ -57,19 +65,13 @@ GLM = {
 """Grouped-query attention of which half of each head turns, with DeepSeek's feed-forward."""
 
 GPT_OSS = {
+    **COMMON,
     "model_type": "gpt_oss",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "intermediate_size": 24,
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
     "sliding_window": 4,
     "swiglu_limit": 0.5,
-    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "rope_theta": 150000.0,
     "rope_scaling": {
@@ -80,18 +82,14 @@ GPT_OSS = {
         "truncate": False,
         "original_max_position_embeddings": 32,
     },
-    "tie_word_embeddings": False,
 }
 """Windows shorter than most sequences, and a bound of the activation that many elements reach."""
 
 DEEPSEEK = {
+    **without(COMMON, "head_dim"),
     "model_type": "deepseek_v3",
-    "vocab_size": 96,
-    "hidden_size": 64,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "intermediate_size": 48,
     "moe_intermediate_size": 24,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -109,9 +107,7 @@ DEEPSEEK = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 1,
-    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
     "rope_scaling": {
         "type": "yarn",
         "factor": 8.0,
@@ -121,12 +117,11 @@ DEEPSEEK = {
         "mscale": 0.7,
         "mscale_all_dim": 1.0,
     },
-    "tie_word_embeddings": False,
 }
 """Latent attention with YaRN, a dense first layer, groups of experts, a shared expert."""
 
 GLM_LITE = {
-    **{key: value for key, value in DEEPSEEK.items() if key not in ("scoring_func", "rope_scaling")},
+    **without(DEEPSEEK, "scoring_func", "rope_scaling"),
     "model_type": "glm4_moe_lite", "q_lora_rank": 20, "v_head_dim": 22, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.8, "rope_theta": 1000000.0, "partial_rotary_factor": 1.0,
 }  # fmt: skip
@@ -136,7 +131,7 @@ DEEPSEEK_V32 = {**DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 5, "inde
 """Some sequences are longer than the keys that an indexer chooses, some are not."""
 
 GLM_DSA = {
-    **{key: value for key, value in DEEPSEEK_V32.items() if key != "rope_scaling"}, "model_type": "glm_moe_dsa",
+    **without(DEEPSEEK_V32, "rope_scaling"), "model_type": "glm_moe_dsa",
     "q_lora_rank": 20, "v_head_dim": 22, "n_group": 1, "topk_group": 1, "rope_theta": 1000000.0,
     "indexer_rope_interleave": True,
 }  # fmt: skip
@@ -151,7 +146,7 @@ QWEN3_NEXT = {
 """Linear attention in three of four layers, a gate on the heads of the other, norms of 1 + weight, a dense layer."""
 
 QWEN3_5_MOE = {
-    **{key: value for key, value in QWEN3_NEXT.items() if key not in ("mlp_only_layers", "intermediate_size")},
+    **without(QWEN3_NEXT, "mlp_only_layers", "intermediate_size"),
     "model_type": "qwen3_5_moe_text",
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
@@ -168,7 +163,7 @@ QWEN3_5 = {
 }
 
 GEMMA3 = {
-    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    **without(COMMON, "rope_theta"),
     "model_type": "gemma3_text",
     "num_hidden_layers": 3,
     "head_dim": 20,
@@ -184,7 +179,7 @@ GEMMA3 = {
 """Windows with a RoPE of their own, norms before and after, GELU, scaled embeddings."""
 
 GEMMA4 = {
-    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    **without(COMMON, "rope_theta"),
     "model_type": "gemma4_text",
     "num_hidden_layers": 4,
     "head_dim": 20,
@@ -210,7 +205,7 @@ GEMMA4_MOE = {
 """Heads, RoPE and values of layers without a window are their own; layers' factors; a soft cap that bends logits."""
 
 MINIMAX = {
-    **{key: value for key, value in COMMON.items() if key != "rope_theta"}, "model_type": "minimax_m2", "head_dim": 20,
+    **without(COMMON, "rope_theta"), "model_type": "minimax_m2", "head_dim": 20,
     "rotary_dim": 12, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
     "scoring_func": "sigmoid", "use_routing_bias": True, "rms_norm_eps": 3e-5,
 }  # fmt: skip

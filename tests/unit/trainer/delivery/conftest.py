@@ -1,6 +1,7 @@
 """What tests of publishes of changes share."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,5 @@ from cases.delta_world import World
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def make(*args: int, **options: int) -> World:
-        worlds.append(World(tmp_path, *args, **options))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
+    with ExitStack() as ends:
+        yield lambda *args, **options: ends.enter_context(closing(World(tmp_path, *args, **options)))

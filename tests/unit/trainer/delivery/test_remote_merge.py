@@ -4,6 +4,7 @@ engine merges them to the trainer's bytes whatever part of a matrix it holds, an
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -126,15 +127,8 @@ class World:
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def make(**options: str) -> World:
-        worlds.append(World(tmp_path, **options))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
+    with ExitStack() as ends:
+        yield lambda **options: ends.enter_context(closing(World(tmp_path, **options)))
 
 
 def test_factors_alone_are_sent_from_the_first_publish_on_also_to_an_engine_that_was_started_again(make_world, caplog):

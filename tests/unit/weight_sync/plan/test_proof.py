@@ -121,15 +121,6 @@ def broken_sides(
     return sources, ((changed, *replicas[0][1:]), *replicas[1:])
 
 
-@FEW
-@given(system=systems(), max_task_bytes=st.integers(4, 400))
-def test_both_proofs_accept_what_build_plan_makes(system, max_task_bytes):
-    sources, replicas = system
-    plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
-    assert is_refused(prove_coverage, plan, replicas, sources) == ""
-    assert is_refused(prove_by_element, plan, replicas, sources) == ""
-
-
 @pytest.mark.parametrize("kind", [*PIECE_KINDS, *TASK_KINDS, *PLAN_KINDS, *SIDE_KINDS])
 @FEW
 @given(system=systems(), max_task_bytes=st.integers(4, 400), data=st.data())

@@ -1,6 +1,7 @@
 """What tests of publishes share."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 from fakes.publish_world import World
@@ -9,15 +10,8 @@ from fakes.publish_world import World
 @pytest.fixture
 def make_world() -> Iterator[Callable[..., World]]:
     """Worlds whose publisher has not met anybody yet."""
-    made: list[World] = []
-
-    def make(*args: int, **options: float) -> World:
-        made.append(World(*args, **options))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+    with ExitStack() as ends:
+        yield lambda *args, **options: ends.enter_context(closing(World(*args, **options)))
 
 
 @pytest.fixture

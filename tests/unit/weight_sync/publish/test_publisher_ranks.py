@@ -4,7 +4,7 @@ The ranks are threads, their group a room in which all must make the same calls 
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -41,18 +41,15 @@ NUM_BYTES = sum((40, 10, 70, 80, 80))
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+def make(make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     monkeypatch.setattr(module, "Meeting", ThreadMeeting)
-    made: list[World] = []
 
     def one(**options: Any) -> World:
-        made.append(World(num_ranks=NUM_RANKS, timeout_s=30.0, **options))
-        made[-1].connect()
-        return made[-1]
+        world = make_world(num_ranks=NUM_RANKS, timeout_s=30.0, **options)
+        world.connect()
+        return world
 
-    yield one
-    for world in made:
-        world.close()
+    return one
 
 
 def test_every_rank_writes_its_part_and_the_sums_of_all_are_what_is_proven(make) -> None:

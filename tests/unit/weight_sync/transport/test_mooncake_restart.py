@@ -162,28 +162,24 @@ def test_renew_that_failed_names_no_session_until_one_is_there(fake: FakeMooncak
     assert fake.registered[-1] == {data.data_ptr()}
 
 
-def test_memory_that_is_freed_while_the_link_is_down_is_not_registered_again(fake: FakeMooncake) -> None:
+@pytest.mark.parametrize("is_down", [True, False])
+def test_memory_that_is_freed_is_not_registered_again_whether_the_link_was_down_or_refused_to_forget_it(
+    fake: FakeMooncake, is_down: bool
+) -> None:
     transport, data = linked(fake)
     other = torch.zeros(64, dtype=torch.uint8)
     transport.register([other])
-    fake.start_codes = [-1] * 3
-    with pytest.raises(TransportError):
-        transport.reset("peer:1")
+    if is_down:
+        fake.start_codes = [-1] * 3
+        with pytest.raises(TransportError):
+            transport.reset("peer:1")
+    else:
+        fake.unregister_codes = [-1]
     transport.unregister([other])
     transport.reset("peer:1")
     assert fake.registered[-1] == {data.data_ptr()}
     with pytest.raises(TransferFailed, match="not in registered memory"):
         write(transport, other)
-
-
-def test_memory_that_could_not_be_unregistered_is_not_registered_again(fake: FakeMooncake) -> None:
-    transport, data = linked(fake)
-    other = torch.zeros(64, dtype=torch.uint8)
-    transport.register([other])
-    fake.unregister_codes = [-1]
-    transport.unregister([other])
-    transport.reset("peer:1")
-    assert fake.registered[-1] == {data.data_ptr()}
 
 
 def test_a_closed_link_stays_closed(fake: FakeMooncake) -> None:
