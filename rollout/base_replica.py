@@ -19,7 +19,7 @@ Invariant: `serving` is set only while every rank holds one committed version.
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from slipstream.conf.schema import PauseMode, WeightSyncConfig
 from slipstream.rollout.engine.engine import Engine
@@ -119,7 +119,7 @@ class BaseReplica(ReplicaHandler):
         gc.enable()
         await self._ask(self._limit_s, Receivers.abort, WEIGHTS, epoch, reason)
 
-    async def _put_in_service(self, verb: Callable[[Any, int, int, int], None], version: int, epoch: int) -> None:
+    async def _put_in_service(self, verb: Callable[[Receivers, int, int, int], None], version: int, epoch: int) -> None:
         """Make every rank CLEAN, then resume. The stamp changes before the engine resumes, so that no token of new
         weights gets the old version."""
         if self._clearing is not None:
@@ -136,7 +136,7 @@ class BaseReplica(ReplicaHandler):
             self._clearing = asyncio.create_task(self._engine.clear_cache(timeout_s=self._limit_s))
 
     async def _ask(
-        self, limit_s: float, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+        self, limit_s: float, verb: Callable[Concatenate[Receivers, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
         """Ask all ranks, with a deadline: the endpoint waits here, and must be free again for a later publisher."""
         asked = verb_of(verb)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class ParallelLayout:
         mesh = self.dense_mesh
         return value if mesh is None else self._reduced(value, dist.ReduceOp.MIN, mesh.get_group())
 
-    def _reduced(self, value: int, by: Any, group: dist.ProcessGroup) -> int:
+    def _reduced(self, value: int, by: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> int:
         found = torch.tensor([value], device=self.device)
         dist.all_reduce(found, by, group=group)
         return int(found)

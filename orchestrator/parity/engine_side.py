@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from slipstream.conf.json_files import JsonMapping, JsonObject
+from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.schema import SamplingConfig
 from slipstream.orchestrator.parity.progress import Count, Say, telling
 from slipstream.rollout.engine.vllm_engine import VllmEngine
@@ -69,11 +68,10 @@ def sample_and_record(
     is_eager = options.config.enforce_eager or num_recorded > 0
     config = replace(options.config, max_model_len=longest, sampling=sampling, enforce_eager=is_eager)
 
-    def build(arguments: JsonObject) -> Any:
-        return make_llm({**arguments, **engine_arguments})
-
     async def run() -> list[Sampled]:
-        engine = VllmEngine(replace(options, config=config), seed, make_llm=build)
+        engine = VllmEngine(
+            replace(options, config=config), seed, make_llm=lambda own: make_llm({**own, **engine_arguments})
+        )
         with telling(say, "engine: start", lambda: engine.start_phase):
             await engine.prepare()
             await engine.start()

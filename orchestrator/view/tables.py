@@ -7,7 +7,7 @@ who waited for whom in one step, from its row there:
     rewards                    judge  |--|
 
 Owns: columns; states, stretches of time in them, tokens per second, versions; what is concluded of a step. Does not
-own: names of metrics (files/metrics_catalogue.py), events of workers (fleet/fleet_log.py), what is noted of a step
+own: names of metrics (metrics/catalogue.py), events of workers (fleet/fleet_log.py), what is noted of a step
 (files/timeline.py).
 The last response of a batch is what the trainer waited for. A worker without a request is idle; it waits for whatever
 the trainer does meanwhile, because no group may be sampled before that (the staleness bound), or for its requests to be
@@ -18,10 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.files.row_files import GrowingFile, figures
+
+T = TypeVar("T")
 
 MOST_POINTS = 400
 MOST_EVENTS = 200
@@ -122,7 +124,7 @@ def _rates(counts: list[tuple[float, str, int]]) -> list[tuple[float, float]]:
     ]
 
 
-def _thinned(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
+def _thinned(points: list[T]) -> list[T]:
     """At most MOST_POINTS of the points, at even distances, with the last one."""
     every = -(-len(points) // MOST_POINTS) or 1
     return points[(len(points) - 1) % every :: every] if points else []

@@ -212,7 +212,9 @@ class AdapterReplica(ReplicaHandler):
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+    async def _ask(
+        self, verb: Callable[Concatenate[SlotReceivers, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
         return await ask_all(self._asked, self.config.timeout_s, verb, *args, **kwargs)
 
     async def _take_slot(self, version: int) -> int:
@@ -227,7 +229,7 @@ class AdapterReplica(ReplicaHandler):
         self._writing = slot
         return slot
 
-    async def _flip(self, verb: Callable[[Any, int, int, int], None], version: int, epoch: int) -> None:
+    async def _flip(self, verb: Callable[[SlotReceivers, int, int, int], None], version: int, epoch: int) -> None:
         assert self._writing is not None
         await self._ask(verb, self._writing, version, epoch)
         self._table.commit(self._writing, version)
@@ -283,7 +285,7 @@ class AdapterReplica(ReplicaHandler):
 async def ask_all(
     ranks: Sequence[EngineConnection],
     limit_s: float,
-    verb: Callable[Concatenate[Any, P], T],
+    verb: Callable[Concatenate[SlotReceivers, P], T],
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> list[T]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 COUNTED = ("requests", "retries", "cached", "prompt_tokens", "completion_tokens")
-"""Everything that a reward may count; metrics are named after it (orchestrator.files.metrics_catalogue)."""
+"""Everything that a reward may count; metrics are named after it (orchestrator.metrics.catalogue)."""
 _COUNTS: ContextVar[dict[str, float]] = ContextVar("counts")
 
 

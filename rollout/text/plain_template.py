@@ -86,7 +86,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _text_of(token: Any) -> str:
+def _text_of(token: str | JsonObject) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 

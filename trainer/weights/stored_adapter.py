@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
 from slipstream.conf.architecture.model_spec import ModelSpec
@@ -156,7 +157,7 @@ def _refuse_other_functions(fields: JsonMapping, of: str) -> None:
             )
 
 
-def _is_pattern(key: str, value: Any, kinds: Any) -> bool:
+def _is_pattern(key: str, value: Any, kinds: type[int] | UnionType) -> bool:
     try:
         re.compile(key)
     except re.error:

@@ -15,13 +15,14 @@ Invariant: what is reckoned here is what staging_slots.py allocates, and is neve
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from slipstream.weight_sync.errors import PlanError, WatermarkError
 from slipstream.weight_sync.plan.columns import Ints, first_true
 
+_Size = TypeVar("_Size", int, Ints)
 NUM_SLOTS = 2
 """One is packed while the other is written; a third measured slower elsewhere and would shrink the loads."""
 SLOT_ALIGNMENT_BYTES = 64
@@ -124,6 +125,6 @@ def reserved_bytes(
     return sums_bytes(watermark_bytes) + counts + scratch + source_temporary_bytes
 
 
-def aligned(num_bytes: Any) -> Any:
+def aligned(num_bytes: _Size) -> _Size:
     """Up to the next multiple of SLOT_ALIGNMENT_BYTES: of one size, or of each in a column."""
     return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
