@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.loop import controller
 from slipstream.orchestrator.loop.advantages import batch_advantages
 from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer
+from slipstream.orchestrator.metrics.step_rows import StepRecord
 from slipstream.rollout.types import Group
 
 SHUFFLED = f"algorithm.advantage={Path(__file__).resolve()}:shuffled"

@@ -48,9 +48,9 @@ from bench.parity_shapes import COMMON, QWEN3_8B  # noqa: E402
 from bench.recovery_phases import SHARE, recovery_of  # noqa: E402
 from slipstream.orchestrator.chaos.victims import Kind, victims_of  # noqa: E402
 from slipstream.orchestrator.control.control_folder import how_it_ended, is_alive  # noqa: E402
-from slipstream.orchestrator.files.goodput import goodput_of  # noqa: E402
 from slipstream.orchestrator.files.row_files import last_rows, read_rows  # noqa: E402
 from slipstream.orchestrator.files.run_folder import RunFolder  # noqa: E402
+from slipstream.orchestrator.metrics.goodput import goodput_of  # noqa: E402
 
 SAMPLE_EVERY_S = 10.0
 WARM_UP_STEPS = 2

@@ -6,7 +6,7 @@ Ray's page embeds it in the tab that is Ray Data's otherwise: it asks Grafana fo
 RAY_GRAFANA_DATA_DASHBOARD_UID (orchestrator/environment.py), with Ray's session as the variable SessionName.
 
 Owns: which metrics are shown together, and their units. Does not own: what metrics there are
-(orchestrator/files/metrics_catalogue.py), how they reach Prometheus (orchestrator/files/loggers.py). Pure.
+(orchestrator/metrics/catalogue.py), how they reach Prometheus (orchestrator/metrics/loggers.py). Pure.
 """
 
 import json

@@ -32,17 +32,11 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, 
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.control_folder import answer_requests, note_start, note_started, workers_asked
 from slipstream.orchestrator.data.training_stream import held_out_items, training_stream
-from slipstream.orchestrator.files.curves import PANELS, draw_curves
-from slipstream.orchestrator.files.held_out import TAUGHT_FIGURES, eval_names, in_words
-from slipstream.orchestrator.files.loggers import open_loggers
 from slipstream.orchestrator.files.may_write import check_own
-from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from slipstream.orchestrator.files.row_files import last_rows, read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
 from slipstream.orchestrator.files.startup import RUN, Startup
-from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
-from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.orchestrator.inputs.model_folder import complete_export, prepare_model
 from slipstream.orchestrator.inputs.rows.prompt_rows import PromptRows, lesson_reader
@@ -51,6 +45,12 @@ from slipstream.orchestrator.loop.controller import Controller
 from slipstream.orchestrator.loop.finetuner import Finetuner
 from slipstream.orchestrator.loop.ports import LoopServices, LoopTrainer, TaughtServices
 from slipstream.orchestrator.loop.publication import RAY_CALL_S
+from slipstream.orchestrator.metrics.catalogue import RewardNames, catalogue
+from slipstream.orchestrator.metrics.curves import PANELS, draw_curves
+from slipstream.orchestrator.metrics.held_out import TAUGHT_FIGURES, eval_names, in_words
+from slipstream.orchestrator.metrics.loggers import open_loggers
+from slipstream.orchestrator.metrics.step_rows import failed_of, failure_counts
+from slipstream.orchestrator.metrics.telemetry import Telemetry
 from slipstream.rollout.agents.episode_runner import EpisodeRunner
 from slipstream.rollout.rewards.runner import RewardRunner
 from slipstream.rollout.teacher import Teacher

@@ -24,9 +24,9 @@ from slipstream.orchestrator.chaos.victims import OUTLIVED, ROOMS, Kind, Moment,
 from slipstream.orchestrator.chaos.ways import What, check_can_be_cut, check_can_be_filled, is_there
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
-from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
 from slipstream.orchestrator.files.row_files import read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
+from slipstream.orchestrator.metrics.goodput import COLUMNS, goodput_of
 
 _Word = TypeVar("_Word", What, Moment)
 _COLUMNS = (

@@ -6,7 +6,7 @@
     checkpoints/best -> step-000040/
 
 Owns: that choice, which options its figure depends on, and that the best checkpoint, and those whose evaluation goes
-on, are not removed as old ones. Does not own: which figure is better (files/held_out.py), the checkpoints
+on, are not removed as old ones. Does not own: which figure is better (metrics/held_out.py), the checkpoints
 (run_checkpoint.py).
 """
 
@@ -23,9 +23,9 @@ from slipstream.conf.json_files import JsonMapping, JsonObject, object_in, objec
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.conf.whole_files import point, write_whole
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
-from slipstream.orchestrator.files.held_out import is_better
 from slipstream.orchestrator.files.row_files import read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder, changes, flatten, to_plain
+from slipstream.orchestrator.metrics.held_out import is_better
 
 logger = logging.getLogger(__name__)
 

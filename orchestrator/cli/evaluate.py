@@ -7,7 +7,7 @@ made. A model alone is published with adapters that add nothing. So what is eval
 its rewards, sampling and engines.
 
 Owns: which weights are evaluated, which options are of no use then, the table. Does not own: the evaluation
-(loop/evaluations.py), the figures (files/held_out.py). Invariant: importing this loads neither torch nor Ray.
+(loop/evaluations.py), the figures (metrics/held_out.py). Invariant: importing this loads neither torch nor Ray.
 """
 
 import json
@@ -22,11 +22,11 @@ from slipstream.conf.load import load_resolved_yaml, load_run_config
 from slipstream.conf.schema import Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, hold, named_checkpoints, step_of
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
-from slipstream.orchestrator.files.held_out import choosing_metrics, eval_names
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.inputs.model_files import download_first
+from slipstream.orchestrator.metrics.held_out import choosing_metrics, eval_names
 from slipstream.trainer.weights.stored_adapter import options_of, read_stored_adapter
 
 NOTHING_HELD_OUT = "slipstream eval needs held-out prompts: set data.eval_path=FILE, or data.eval_sets.NAME=FILE"

@@ -21,13 +21,13 @@ from slipstream.conf.schema import Device, Objective
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.control.control_folder import dashboard_of, start_of, state_of
 from slipstream.orchestrator.environment import resolve_device
-from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
-from slipstream.orchestrator.files.held_out import of_sets
 from slipstream.orchestrator.files.row_files import last_rows, read_figures
 from slipstream.orchestrator.files.run_folder import RunFolder, parts_before, saved_options
 from slipstream.orchestrator.files.run_log import format_s
 from slipstream.orchestrator.files.startup import RUN, describe, read_starts
-from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
+from slipstream.orchestrator.metrics.goodput import COLUMNS, goodput_of
+from slipstream.orchestrator.metrics.held_out import of_sets
+from slipstream.orchestrator.metrics.step_rows import failed_of, failure_counts
 
 NUM_RECENT = 20
 """Means are taken over this many steps."""
@@ -234,7 +234,7 @@ def status_of(run: Path) -> Status:
 
 def draw(run: Path) -> Path:
     """Draw curves.png of a run that goes on, as its end would. Returns the picture's path."""
-    from slipstream.orchestrator.files.curves import PANELS, draw_curves
+    from slipstream.orchestrator.metrics.curves import PANELS, draw_curves
 
     folder = RunFolder(run.resolve())
     panels = PANELS[Objective(saved_options(run)["algorithm"]["objective"])]

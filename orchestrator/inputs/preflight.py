@@ -30,7 +30,6 @@ from slipstream.orchestrator.checkpoints.object_store import ENVIRONMENT, Object
 from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import ObjectStoreError, PreflightError
-from slipstream.orchestrator.files.held_out import choosing_metrics
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
@@ -44,6 +43,7 @@ from slipstream.orchestrator.inputs.resumed import resumable, with_its_warm_up
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
+from slipstream.orchestrator.metrics.held_out import choosing_metrics
 from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
 
 

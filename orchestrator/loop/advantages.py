@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.held_out import is_informative
+from slipstream.orchestrator.metrics.held_out import is_informative
 
 _STD_EPS = 1e-6
 _VARIANCE_EPS = 1e-8

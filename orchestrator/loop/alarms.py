@@ -2,7 +2,7 @@
 disagree (section `parity`), steps teach nothing, no response has a reward.
 
 Owns: when, and what is said: causes, cures, and whether the run's reward or its agent is to blame. Does not own: the
-figures (files/step_rows.py), saving and ending, losses that are not finite (step_loop), groups that are dropped
+figures (metrics/step_rows.py), saving and ending, losses that are not finite (step_loop), groups that are dropped
 (sampler), what a failed episode or reward costs, nor their first reports in run.log (episode_runner.py,
 rewards/runner.py).
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from slipstream.conf.schema import AlgorithmConfig, ParityConfig, RunConfig
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.metrics_catalogue import Value
+from slipstream.orchestrator.metrics.catalogue import Value
 from slipstream.rollout.agents.episode_runner import EpisodeRunner
 from slipstream.rollout.types import Group
 

@@ -47,9 +47,6 @@ from slipstream.conf.schema import RunConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.waiting import together, wait_for
 from slipstream.orchestrator.checkpoints.loop_state import RunState
-from slipstream.orchestrator.files.metrics_catalogue import Value
-from slipstream.orchestrator.files.samples import shown_rollouts
-from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.timeline import TRAINER, StepTimeline
 from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer
 from slipstream.orchestrator.loop.evaluations import Evaluations
@@ -69,6 +66,9 @@ from slipstream.orchestrator.loop.updates import (
     score,
     update,
 )
+from slipstream.orchestrator.metrics.catalogue import Value
+from slipstream.orchestrator.metrics.samples import shown_rollouts
+from slipstream.orchestrator.metrics.step_rows import StepRecord
 from slipstream.trainer.types import OptimStats
 from slipstream.weight_sync.publish.report import PublishReport
 

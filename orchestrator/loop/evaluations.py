@@ -3,7 +3,7 @@
     begin(step, version) --> Sampler.evaluate --> figures --> finish() --> the row of the step in which it ends
 
 Owns: the evaluation under way, and which version it is of. Does not own: when one is due and which row it goes into
-(controller), sampling (sampler), the figures (files/held_out.py).
+(controller), sampling (sampler), the figures (metrics/held_out.py).
 Which versions sample an evaluation:
     awaited                        one: nothing is published before it has ended
     beside, mode=adapter           one: every engine keeps it in a slot. A worker that is restarted meanwhile samples
@@ -17,9 +17,9 @@ import logging
 import time
 
 from slipstream.conf.schema import RunConfig, SyncMode
-from slipstream.orchestrator.files.held_out import Evaluation, eval_names, evaluate_groups
 from slipstream.orchestrator.loop.ports import LoopServices
 from slipstream.orchestrator.loop.sampler import Sampler
+from slipstream.orchestrator.metrics.held_out import Evaluation, eval_names, evaluate_groups
 
 logger = logging.getLogger(__name__)
 

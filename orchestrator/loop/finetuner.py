@@ -16,13 +16,13 @@ from pathlib import Path
 
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
-from slipstream.orchestrator.files.held_out import TAUGHT_FIGURES, Evaluation, Figures
-from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.timeline import StepTimeline
 from slipstream.orchestrator.inputs.rows.conversations import Lesson
 from slipstream.orchestrator.loop.ports import Stopwatch, TaughtServices
 from slipstream.orchestrator.loop.step_loop import StepLoop
 from slipstream.orchestrator.loop.updates import denominators_of
+from slipstream.orchestrator.metrics.held_out import TAUGHT_FIGURES, Evaluation, Figures
+from slipstream.orchestrator.metrics.step_rows import StepRecord
 from slipstream.trainer.step.microbatches import pack
 from slipstream.trainer.types import LossStats, Sample
 

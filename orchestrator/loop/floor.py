@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from slipstream.fleet.router import Router
-from slipstream.orchestrator.files.metrics_catalogue import Value
+from slipstream.orchestrator.metrics.catalogue import Value
 from slipstream.rollout.branches import branches_of
 from slipstream.rollout.types import Group
 

@@ -15,10 +15,10 @@ from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.data.streams import Stream
-from slipstream.orchestrator.files.metrics_catalogue import Value
-from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import TRAINER, Activities
 from slipstream.orchestrator.inputs.rows.conversations import Lesson
+from slipstream.orchestrator.metrics.catalogue import Value
+from slipstream.orchestrator.metrics.telemetry import Telemetry
 from slipstream.rollout.agents.episode_runner import EpisodeRunner
 from slipstream.rollout.rewards.runner import RewardRunner
 from slipstream.rollout.teacher import Teacher

@@ -20,11 +20,11 @@ from dataclasses import replace
 from slipstream.conf.schema import RunConfig, SamplingConfig
 from slipstream.fleet.waiting import together, wait_for
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.held_out import is_informative
 from slipstream.orchestrator.files.timeline import REWARDS
 from slipstream.orchestrator.loop.alarms import Unjudged, most_in_a_row
 from slipstream.orchestrator.loop.buffer import GroupBuffer, Ticket
 from slipstream.orchestrator.loop.ports import LoopServices
+from slipstream.orchestrator.metrics.held_out import is_informative
 from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.rewards.shaping import shape
 from slipstream.rollout.types import Group, Judgement, Prompt

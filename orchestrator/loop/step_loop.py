@@ -30,11 +30,11 @@ from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import step_of
 from slipstream.orchestrator.errors import CheckpointLost, OrchestratorError, TrainingStopped
 from slipstream.orchestrator.files.may_write import naming_a_full_disk
-from slipstream.orchestrator.files.metrics_catalogue import Value
-from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.timeline import StepTimeline
 from slipstream.orchestrator.loop.alarms import LearningAlarm, ParityAlarm
 from slipstream.orchestrator.loop.ports import StepServices, Stopwatch
+from slipstream.orchestrator.metrics.catalogue import Value
+from slipstream.orchestrator.metrics.step_rows import StepRecord
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@
 Owns: which responses become samples, where each token's advantage goes, which entry of a sample belongs to which token
 of its rollout; which groups an update learns from, and what the step's row says of all updates. Does not own:
 advantages (advantages.py), the token sequences of an episode (rollout/branches.py), what an update is
-(trainer/rank.py), or which rollouts are shown (files/samples.py).
+(trainer/rank.py), or which rollouts are shown (metrics/samples.py).
 Invariants: a rollout without a reward never reaches the trainer. Per-token values are zero on tokens that the engine
 was given. All updates of a step make one policy version (docs/decisions/0022-several-updates-a-batch.md).
 """
@@ -21,10 +21,10 @@ import numpy as np
 
 from slipstream.conf.functions import is_function_path
 from slipstream.conf.schema import AlgorithmConfig, RunConfig
-from slipstream.orchestrator.files.samples import TrainedRollout
 from slipstream.orchestrator.inputs.own_advantage import AdvantageFunction, own_advantage
 from slipstream.orchestrator.loop.advantages import batch_advantages, teacher_term
 from slipstream.orchestrator.loop.ports import LoopTrainer, Stopwatch
+from slipstream.orchestrator.metrics.samples import TrainedRollout
 from slipstream.rollout.branches import Branch, branches_of
 from slipstream.rollout.types import Group
 from slipstream.trainer.step.microbatches import pack

@@ -6,7 +6,7 @@ one sample, as the page shows it: segments of text that was given and of tokens 
 
 Owns: what is kept in memory of a row (`ENTRY`), filters and orders by name; how turns, tokens and what a row left out
 fit together; how much is sent at once; the text of each token, by the run's own tokenizer. Does not own: the form of a
-row (files/samples.py), which rows are read (run_reader.py).
+row (metrics/samples.py), which rows are read (run_reader.py).
 Invariants: every whole row is listed once, in order; a last line that is half-written is not there yet, and a line that
 is no row is left out. No answer has more than MOST_TOKENS tokens and MOST_CHARS characters of each text, however long a
 row is.

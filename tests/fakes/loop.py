@@ -28,15 +28,15 @@ from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.data.streams import Stream
-from slipstream.orchestrator.files.held_out import eval_names
-from slipstream.orchestrator.files.metrics_catalogue import RewardNames
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
-from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.orchestrator.loop.controller import Controller
 from slipstream.orchestrator.loop.ports import LoopServices
+from slipstream.orchestrator.metrics.catalogue import RewardNames
+from slipstream.orchestrator.metrics.held_out import eval_names
+from slipstream.orchestrator.metrics.telemetry import Telemetry
 from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.types import Judgement, Prompt, Rollout, Turn
 

@@ -13,15 +13,15 @@ from rich.console import Console
 
 from slipstream.conf.load import load_run_config
 from slipstream.fleet.fleet_log import FleetEvent, FleetLog, FleetRow
-from slipstream.orchestrator.files.held_out import Evaluation
-from slipstream.orchestrator.files.metrics_catalogue import RewardNames, Value
 from slipstream.orchestrator.files.run_folder import RunFolder, write_description
 from slipstream.orchestrator.files.run_log import ProgressLine
-from slipstream.orchestrator.files.samples import TrainedRollout
-from slipstream.orchestrator.files.step_rows import StepRecord
-from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import Activity, StepTimeline
 from slipstream.orchestrator.inputs.model_folder import prepare_model
+from slipstream.orchestrator.metrics.catalogue import RewardNames, Value
+from slipstream.orchestrator.metrics.held_out import Evaluation
+from slipstream.orchestrator.metrics.samples import TrainedRollout
+from slipstream.orchestrator.metrics.step_rows import StepRecord
+from slipstream.orchestrator.metrics.telemetry import Telemetry
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 from slipstream.trainer.types import OptimStats
 from slipstream.weight_sync.publish.report import PublishReport, ReplicaReport

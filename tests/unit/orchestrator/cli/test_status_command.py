@@ -16,8 +16,8 @@ from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.cli.status import NUM_RECENT, status_of
 from slipstream.orchestrator.control.control_folder import alive, note_dashboard, note_start, note_started
-from slipstream.orchestrator.files.metrics_catalogue import METRICS
 from slipstream.orchestrator.files.run_folder import RunFolder, to_plain
+from slipstream.orchestrator.metrics.catalogue import METRICS
 from slipstream.orchestrator.view.run_reader import RunReader
 
 

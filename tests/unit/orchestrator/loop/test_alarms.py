@@ -23,8 +23,8 @@ from slipstream.conf.schema import (
     WeightSyncConfig,
 )
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.loop.alarms import CAUSES, LearningAlarm, ParityAlarm, Unjudged, most_in_a_row
+from slipstream.orchestrator.metrics.catalogue import Value
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 

@@ -17,14 +17,14 @@ from slipstream.conf.schema import AlgorithmConfig, Objective
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.data.streams import Shuffled
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.held_out import EvalNames
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
-from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.rows.conversations import Conversation, Lesson
 from slipstream.orchestrator.loop.finetuner import Finetuner
 from slipstream.orchestrator.loop.ports import TaughtServices
+from slipstream.orchestrator.metrics.held_out import EvalNames
+from slipstream.orchestrator.metrics.telemetry import Telemetry
 from slipstream.trainer.types import Denominators, LossStats, Sample
 
 CONVERSATIONS = [Lesson((Conversation((1, 5, 6 + i), (False, False, True)),)) for i in range(7)]

@@ -24,7 +24,7 @@ from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.files.telemetry import Telemetry
+from slipstream.orchestrator.metrics.telemetry import Telemetry
 from slipstream.rollout.types import Prompt, Rollout
 
 

@@ -4,7 +4,7 @@
                                     |-> loggers          the same numbers: TensorBoard, W&B, MLflow, Ray's gauges
                                     +-> a progress line  with the time left
 
-Owns: where rows go. Does not own: what is in a row (step_rows.py, metrics_catalogue.py, samples.py, timeline.py), how
+Owns: where rows go. Does not own: what is in a row (step_rows.py, catalogue.py, samples.py, timeline.py), how
 rows are sent elsewhere (loggers.py), the log (run_log), the picture at the end (curves).
 Invariant: rows are in step order, one each. Tests and plots read metrics.jsonl, never stdout.
 """
@@ -20,17 +20,17 @@ from typing import TextIO
 
 import numpy as np
 
-from slipstream.orchestrator.files.goodput import LOST, goodput_of
-from slipstream.orchestrator.files.held_out import EvalNames, Evaluation, in_words
-from slipstream.orchestrator.files.loggers import Logger
 from slipstream.orchestrator.files.may_write import check_own, naming_a_full_disk
-from slipstream.orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
 from slipstream.orchestrator.files.row_files import cut_rows, last_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
-from slipstream.orchestrator.files.samples import SampleLog
-from slipstream.orchestrator.files.step_rows import StepRecord, failed_of, row_of
 from slipstream.orchestrator.files.timeline import StepTimeline, row_of_step, write_row
+from slipstream.orchestrator.metrics.catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
+from slipstream.orchestrator.metrics.goodput import LOST, goodput_of
+from slipstream.orchestrator.metrics.held_out import EvalNames, Evaluation, in_words
+from slipstream.orchestrator.metrics.loggers import Logger
+from slipstream.orchestrator.metrics.samples import SampleLog
+from slipstream.orchestrator.metrics.step_rows import StepRecord, failed_of, row_of
 
 NUM_GOODPUT_ROWS = 100
 """step/goodput is of this many steps; that of a whole run is what `slipstream status` says."""

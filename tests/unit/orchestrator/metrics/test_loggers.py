@@ -15,15 +15,15 @@ from rich.console import Console
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
-from slipstream.orchestrator.files import loggers
-from slipstream.orchestrator.files.loggers import InBackground, RunStart, WandbRun, open_loggers
-from slipstream.orchestrator.files.metrics_catalogue import METRICS
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
-from slipstream.orchestrator.files.step_rows import StepRecord
-from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.environment_checks import check_loggers
+from slipstream.orchestrator.metrics import loggers
+from slipstream.orchestrator.metrics.catalogue import METRICS
+from slipstream.orchestrator.metrics.loggers import InBackground, RunStart, WandbRun, open_loggers
+from slipstream.orchestrator.metrics.step_rows import StepRecord
+from slipstream.orchestrator.metrics.telemetry import Telemetry
 from slipstream.trainer.types import OptimStats
 
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 7, "MLFLOW_TRACKING_PASSWORD": "pa55w0rd-of-a-user"}

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.files.held_out import Evaluation
 from slipstream.orchestrator.files.row_files import end_of_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.metrics.held_out import Evaluation
 from slipstream.rollout.types import Group, Rollout
 
 SHORTEST_TEXT = 200

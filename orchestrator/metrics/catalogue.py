@@ -1,13 +1,13 @@
 """The catalogue of metrics: every name that a row may have, with its meaning.
 
 Owns: names and meanings (`METRICS`, `REWARD_METRICS` and `JUDGE_METRICS`), which docs/metrics.md repeats. Does not own:
-names of evaluations' figures (files/held_out.py), how rows are computed (step_rows.py), where they go (telemetry.py).
+names of evaluations' figures (metrics/held_out.py), how rows are computed (step_rows.py), where they go (telemetry.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.orchestrator.files.held_out import EVAL_METRICS, EvalNames
+from slipstream.orchestrator.metrics.held_out import EVAL_METRICS, EvalNames
 from slipstream.rollout.agents.failures import FAILURES
 from slipstream.rollout.agents.token_tree import REASONS
 

@@ -15,7 +15,8 @@ other steps were faster than the median, are scaled down together; what none exp
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from slipstream.conf.json_files import JsonMapping
 
 FEWEST_QUIET = 3
 """Steps that a quiet rate takes."""
@@ -36,8 +37,6 @@ COLUMNS = frozenset((
 ))  # fmt: skip
 """What is read of a row."""
 
-Row = Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
@@ -51,7 +50,7 @@ class Goodput:
     """Cause -> share; largest first."""
 
 
-def goodput_of(rows: Sequence[Row], starts_s: Sequence[float] = ()) -> Goodput | None:
+def goodput_of(rows: Sequence[JsonMapping], starts_s: Sequence[float] = ()) -> Goodput | None:
     """The goodput of these rows of metrics.jsonl, with the seconds of each start. None: there are too few quiet steps,
     or the rows are of a release that did not count their GPUs."""
     steps = [row for row in rows if row["step"] and row.get("step/gpus") and row.get("step/total_s")]
@@ -93,29 +92,29 @@ def _shares(causes: Mapping[str, float], lost: float, gpu_s: float) -> dict[str,
     )
 
 
-def _is_quiet(row: Row) -> bool:
+def _is_quiet(row: JsonMapping) -> bool:
     is_first = row.get("step/between_s") is None
     return not (is_first or _lacks_engines(row) or any(row.get(name) for name in _DISTURBING))
 
 
-def _lacks_engines(row: Row) -> bool:
+def _lacks_engines(row: JsonMapping) -> bool:
     serving, wanted, restarts, recoveries = (row.get(name) or 0 for name in _ENGINES)
     return bool(serving < wanted or restarts or recoveries)
 
 
-def _number(row: Row, name: str) -> float:
+def _number(row: JsonMapping, name: str) -> float:
     return float(row.get(name) or 0.0)
 
 
-def _gpu_s(row: Row, name: str) -> float:
+def _gpu_s(row: JsonMapping, name: str) -> float:
     return _number(row, name) * row["step/gpus"]
 
 
-def _sum(rows: Sequence[Row], name: str) -> float:
+def _sum(rows: Sequence[JsonMapping], name: str) -> float:
     return sum(_gpu_s(row, name) for row in rows)
 
 
-def _more(rows: Sequence[Row], quiet: Sequence[Row], name: str) -> float:
+def _more(rows: Sequence[JsonMapping], quiet: Sequence[JsonMapping], name: str) -> float:
     """GPU-seconds of it beyond those that as many quiet steps have."""
     usual = statistics.median(_number(row, name) for row in quiet)
     return max(0.0, sum((_number(row, name) - usual) * row["step/gpus"] for row in rows))

@@ -2,7 +2,7 @@
 
     StepRecord (what the parts of the run reported) --> row_of --> {name of the catalogue: number, or None}
 
-Owns: the arithmetic, adding up over ranks included. Does not own: names and meanings (metrics_catalogue.py), the sums
+Owns: the arithmetic, adding up over ranks included. Does not own: names and meanings (catalogue.py), the sums
 that ranks return (trainer/step/), where a row goes (telemetry.py). Invariants: a row has every name of the catalogue,
 None where the step has no such number; a name outside of it is refused.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.conf.json_files import JsonMapping
-from slipstream.orchestrator.files.held_out import EvalNames, Evaluation, is_informative
-from slipstream.orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value, catalogue
-from slipstream.orchestrator.files.samples import TrainedRollout
 from slipstream.orchestrator.files.timeline import StepTimeline
+from slipstream.orchestrator.metrics.catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value, catalogue
+from slipstream.orchestrator.metrics.held_out import EvalNames, Evaluation, is_informative
+from slipstream.orchestrator.metrics.samples import TrainedRollout
 from slipstream.rollout.agents.failures import FAILURES
 from slipstream.rollout.agents.token_tree import REASONS
 from slipstream.rollout.branches import branches_of

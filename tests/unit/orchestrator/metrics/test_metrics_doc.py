@@ -15,8 +15,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from monitoring.dashboard import UID, dashboard, gauge
 from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.orchestrator.environment import variables
-from slipstream.orchestrator.files.held_out import PASS_METRICS, SET_METRICS
-from slipstream.orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS
+from slipstream.orchestrator.metrics.catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS
+from slipstream.orchestrator.metrics.held_out import PASS_METRICS, SET_METRICS
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.orchestrator.files.held_out import Evaluation
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.files.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
+from slipstream.orchestrator.metrics.held_out import Evaluation
+from slipstream.orchestrator.metrics.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
 from slipstream.orchestrator.view.samples import ENTRY, FAILED, TRUNCATED, extended
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 

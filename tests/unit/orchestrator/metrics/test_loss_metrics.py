@@ -3,8 +3,8 @@
 import pytest
 from fakes.trainer import stats
 
-from slipstream.orchestrator.files.metrics_catalogue import METRICS
-from slipstream.orchestrator.files.step_rows import loss_metrics
+from slipstream.orchestrator.metrics.catalogue import METRICS
+from slipstream.orchestrator.metrics.step_rows import loss_metrics
 from slipstream.trainer.types import LossStats
 
 

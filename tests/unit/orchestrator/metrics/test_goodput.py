@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.orchestrator.files import goodput
-from slipstream.orchestrator.files.goodput import goodput_of
+from slipstream.orchestrator.metrics import goodput
+from slipstream.orchestrator.metrics.goodput import goodput_of
 
 SECONDS = st.one_of(st.none(), st.floats(0, 1e4))
 ROWS = st.lists(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig, DataConfig, Objective, RunConfig, RunSection
-from slipstream.orchestrator.files.held_out import (
+from slipstream.orchestrator.metrics.held_out import (
     EvalNames,
     choosing_metrics,
     estimate,

@@ -16,22 +16,9 @@ from fakes.trainer import outcome, publish_report, stats
 from rich.console import Console
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.files.curves import draw_curves
-from slipstream.orchestrator.files.held_out import EvalNames, Evaluation, evaluate_groups
-from slipstream.orchestrator.files.loggers import TensorBoardEvents
-from slipstream.orchestrator.files.metrics_catalogue import (
-    JUDGE_METRICS,
-    METRICS,
-    NO_EVALS,
-    NO_REWARDS,
-    REWARD_METRICS,
-    RewardNames,
-)
 from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine, RunLog, format_s
-from slipstream.orchestrator.files.step_rows import StepRecord, row_of
-from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import (
     MOST_SPANS,
     REWARDS,
@@ -42,6 +29,19 @@ from slipstream.orchestrator.files.timeline import (
     row_of_step,
     write_row,
 )
+from slipstream.orchestrator.metrics.catalogue import (
+    JUDGE_METRICS,
+    METRICS,
+    NO_EVALS,
+    NO_REWARDS,
+    REWARD_METRICS,
+    RewardNames,
+)
+from slipstream.orchestrator.metrics.curves import draw_curves
+from slipstream.orchestrator.metrics.held_out import EvalNames, Evaluation, evaluate_groups
+from slipstream.orchestrator.metrics.loggers import TensorBoardEvents
+from slipstream.orchestrator.metrics.step_rows import StepRecord, row_of
+from slipstream.orchestrator.metrics.telemetry import Telemetry
 from slipstream.orchestrator.training import RunResult
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes
 from slipstream.trainer.types import OptimStats
@@ -221,7 +221,7 @@ def test_a_steps_row_is_written_after_what_other_files_have_of_it(
         found.append((folder.metrics.read_text(), folder.samples.read_text().count("\n")))
         write_row(path, row)
 
-    monkeypatch.setattr("slipstream.orchestrator.files.telemetry.write_row", look)
+    monkeypatch.setattr("slipstream.orchestrator.metrics.telemetry.write_row", look)
     with open_telemetry(tmp_path, samples_per_step=2) as opened:
         opened.step(record(3, timeline=StepTimeline(10.0, 12.0)))
     assert found == [("", 2)]
