@@ -74,7 +74,7 @@ def of_language_model(config: JsonObject) -> JsonObject:
     """The config of the language model in a checkpoint that has a vision tower, too; any other config as it is.
 
     Raises:
-        ConfigError: It lacks the language model's, or says otherwise than that.
+        ConfigError: text_config, which has the language model's fields, is missing or contradicts the rest.
     """
     kind = kind_of(config)
     if kind not in _WRAPPED:

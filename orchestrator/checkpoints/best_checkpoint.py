@@ -90,9 +90,9 @@ def _may_change_it(name: str, config: RunConfig) -> bool:
 
 
 class BestCheckpoint:
-    """See the module's docstring. `config`: run.keep_best, and what its figure depends on. A figure of other held-out
-    rows, or by other options, says nothing here: the first one that comes is better. `up_to_step`: a best one of a
-    later step is forgotten: a resumed run redoes its work."""
+    """See the module's docstring. `config`: run.keep_best, and what its figure depends on. A best figure of other
+    held-out rows, or by other options, does not count: the first one that comes is better. Nor does one of a step after
+    `up_to_step`, whose work a resumed run does again."""
 
     def __init__(self, store: CheckpointStore, config: RunConfig, *, up_to_step: int) -> None:
         self._store = store

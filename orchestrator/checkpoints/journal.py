@@ -48,8 +48,8 @@ class Journal:
 
 
 def write_journal(folder: RunFolder, journal: Journal) -> None:
-    """Beside the one before. Of groups that wait for their step it holds the prompts alone: workers keep
-    their tokens (rollout/kept_groups.py), which would be megabytes at every step. Raises RunTakenOver."""
+    """Write the newest journal, and keep the one before it. Of groups that wait for their step it holds the prompts
+    alone: workers keep their tokens (rollout/kept_groups.py), megabytes at every step. Raises RunTakenOver."""
     check_own(folder)
     buffer = journal.state.buffer
     prompts = {ticket: group.prompt for ticket, group in buffer.groups.items()}

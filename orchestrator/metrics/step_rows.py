@@ -90,7 +90,7 @@ def failed_of(rows: Sequence[JsonMapping], area: str) -> str | None:
 
 
 def failure_counts(area: str) -> tuple[str, str]:
-    """What `failed_of` reads of a row."""
+    """The metrics of an area that `failed_of` reads: how many failed, and of how many."""
     return f"{area}/failures", f"{area}/rollouts"
 
 

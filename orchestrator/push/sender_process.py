@@ -73,7 +73,7 @@ class RankOptions:
 
 
 class RankProcess:
-    """The command's end of one rank."""
+    """The process of one sending rank, as the command sees it."""
 
     def __init__(self, rank: int, options: RankOptions, gpu: str | None) -> None:
         self.rank = rank

@@ -112,7 +112,7 @@ class TokenTree:
         return Planned(None, token_ids, len(token_ids), rendered, rendered, (digests[-1], plain[-1]), reason)
 
     def plan_text(self, prompt: str | Sequence[int]) -> Planned:
-        """The same for a plain prompt: it goes on from the turn whose text, or tokens, are the longest prefix of it."""
+        """As plan(), of a plain prompt. It goes on from the turn whose text, or tokens, are its longest prefix."""
         text = prompt if isinstance(prompt, str) else self._chat.decode(prompt)
         history = (_digest(b"text", text), _digest(b"text", text))
         newest_first = sorted(range(len(self._turns)), key=lambda number: self._turns[number].num_tokens, reverse=True)

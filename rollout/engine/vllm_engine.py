@@ -269,7 +269,7 @@ class VllmEngine(Engine):
         self.version = version
 
     async def call_ranks(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """Raises EngineError, too, if the call itself failed."""
+        """As Engine.call_ranks. Also raises EngineError if the call itself failed."""
         with raised_as(EngineError, f"{method} failed inside the engine: "):
             # vLLM's own timeout is not used: the next call would take a late answer for its own.
             replies = await self.process.in_time(

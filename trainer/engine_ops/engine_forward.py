@@ -129,7 +129,7 @@ class EngineForward(Forward):
         return self.operations
 
     def norm(self, norm: RMSNorm, x: Tensor, wide: Tensor | None = None) -> Tensor:
-        """The decoder's last one, outside of layers, has the trainer's gradients, too."""
+        """The engine's norm. Outside of layers, where the decoder's last one is, it has the trainer's gradients."""
 
         def values() -> tuple[Tensor, tuple[()]]:
             return self.operations.norm(x, norm.weight.to(x.dtype), norm.eps), ()
