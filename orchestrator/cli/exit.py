@@ -73,7 +73,7 @@ def say(error: SlipstreamError | str) -> int:
 
 
 def tell(text: str) -> None:
-    """Print a text to the terminal, if it is still there. That it has gone may be why a run ends, and then the exit code
+    """Print a text to the terminal, if there is one still. That it is gone may be why a run ends: then the exit code
     alone tells it."""
     with suppress(OSError):
         print(text, file=sys.stderr)
