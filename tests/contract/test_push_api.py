@@ -1,7 +1,7 @@
 """The weight sync on its own: tensors or a folder of safetensors into engines, over real Mooncake and ZMQ."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,10 @@ def replica() -> EndpointThread:
 @pytest.fixture
 def replicas() -> Iterator[list[EndpointThread]]:
     """Engines with plain tensors that a publisher can reach."""
-    with closing(replica()) as first, closing(replica()) as second:
-        yield [first, second]
+    made = [replica(), replica()]
+    yield made
+    for one in made:
+        one.close()
 
 
 @pytest.fixture
