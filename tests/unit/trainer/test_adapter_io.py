@@ -89,10 +89,11 @@ def test_names_of_modules_are_those_of_all_attentions():
 
 @pytest.mark.parametrize("hf_config", [MIXED, MIXTRAL, QWEN3_5_MOE, GPT_OSS, GEMMA4_MOE], ids=lambda c: c["model_type"])
 def test_a_saved_adapter_loads_back_bit_for_bit_and_means_the_same_to_peft(hf_config, tmp_path):
-    decoder, batch = make_decoder(hf_config), packed()
+    trainer = trainer_config(lora=RANKS)
+    decoder, batch = make_decoder(hf_config, trainer), packed()
     save_adapter(decoder, tmp_path)
     assert relative_error(logits_of(decoder, batch), peft_logits(hf_config, tmp_path, batch)) < 1e-5
-    other = make_decoder(hf_config, nonzero_b=False)
+    other = make_decoder(hf_config, trainer, nonzero_b=False)
     load_adapter(other, tmp_path)
     mine, theirs = dict(decoder.named_parameters()), dict(other.named_parameters())
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -174,6 +175,8 @@ def test_a_large_model_is_cut_into_files_with_an_index(tmp_path, monkeypatch):
     files = list(tmp_path.glob("model-*-of-*.safetensors"))
     assert len(files) > 3
     assert max(num_bytes) <= max(file.stat().st_size for file in files), "more than one file is in host memory"
+    place_of = json.loads((tmp_path / adapter_io.INDEX_NAME).read_text())["weight_map"]
+    assert place_of == {name: file.name for file in files for name in load_file(file)}
     other = make_decoder(MOE, trainer_config(TrainMode.full))
     with torch.no_grad():
         for parameter in other.parameters():

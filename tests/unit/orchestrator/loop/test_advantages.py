@@ -114,7 +114,7 @@ def test_tokens_that_were_sampled_at_a_position_without_a_route_do_not_count() -
     group = make_group([1.0, 0.0, 0.0], [2, 3, 1])
     missing = [[0, 3], [0, 1, 2, 3, 4], []]
     group.rollouts[:] = [
-        replace(rollout, routes=Routes(np.full((n, 2, 2), n, np.uint8), ~np.isin(np.arange(n), gone)))
+        replace(rollout, routes=Routes(np.arange(n * 4, dtype=np.uint8).reshape(n, 2, 2), ~np.isin(np.arange(n), gone)))
         for rollout, n, gone in zip(group.rollouts, (4, 5, 3), missing, strict=True)
     ]
     first, last = build_samples([group], AlgorithmConfig())
@@ -123,5 +123,6 @@ def test_tokens_that_were_sampled_at_a_position_without_a_route_do_not_count() -
     assert last.loss_mask.tolist() == [False, False, False, True]
     assert first.routed_experts is not None and first.has_route is not None
     assert first.routed_experts.shape == (5, 2, 2) and first.routed_experts.dtype == np.uint8
+    assert first.routed_experts[:4].flatten().tolist() == list(range(16)), "each token has its own position's"
     assert first.has_route.tolist() == [False, True, True, False, False]  # the last token was never computed
     assert [rollout.num_tokens_without_route for rollout in group.rollouts] == [1, 3, 0]

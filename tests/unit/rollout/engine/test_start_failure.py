@@ -152,24 +152,39 @@ async def test_an_engine_that_ended_by_itself_is_quoted(
     assert str(caught.value) == f"the engine's process {told}; this rollout worker must be restarted"
 
 
+def sleeping() -> BaseProcess:
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+    return process
+
+
 @pytest.fixture
 def other() -> Iterator[BaseProcess]:
     """A child of this process that is not the engine's."""
-    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-    process.start()
+    process = sleeping()
     yield process
     process.kill()
     process.join()
 
 
-async def test_an_engine_is_not_dead_because_another_child_of_its_process_is(
+async def test_an_engine_is_dead_if_its_own_process_is_and_not_if_another_child_is(
     engine_of: Callable[..., VllmEngine], other: BaseProcess
 ) -> None:
-    engine = engine_of(make_llm=lambda _: SimpleNamespace(errored=False))
+    own: list[BaseProcess] = []
+
+    def make(_: dict[str, Any]) -> Any:
+        own.append(sleeping())
+        return SimpleNamespace(errored=False)
+
+    engine = engine_of(make_llm=make)
     await engine.process.start()
     other.kill()
     other.join()
     engine.check()
+    own[0].kill()
+    own[0].join()
+    with pytest.raises(EngineDied, match="was ended by SIGKILL"):
+        engine.check()
 
 
 async def test_a_start_whose_process_was_killed_ends_although_vllm_goes_on_waiting(
@@ -184,13 +199,14 @@ async def test_a_start_whose_process_was_killed_ends_although_vllm_goes_on_waiti
         return found
 
     def make(_: dict[str, Any]) -> Any:
-        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-        process.start()
+        process = sleeping()
+        is_seen.clear()
         is_seen.wait()
         other.terminate()
         other.join()
-        is_seen.clear()  # the start has seen that it ended, and goes on
-        is_seen.wait()
+        for _look in range(2):  # the start has seen that it ended, and goes on
+            is_seen.clear()
+            is_seen.wait()
         process.kill()
         gives_up.wait()
         raise TimeoutError("Timed out waiting for engine core processes to start")

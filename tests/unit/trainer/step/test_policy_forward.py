@@ -37,7 +37,7 @@ class Played:
     def __call__(
         self, token_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, routes: Any, *, by: Any, most_tokens: int | None
     ) -> Tensor:
-        self.order.append("policy" if by is None else "reference")
+        self.order.append(("policy" if by is None else "reference") + (", routed" if routes is not None else ""))
         assert positions.tolist() == [0, 1, 2, 0, 1] and cu_seqlens.tolist() == [0, 3, 5]
         if routes is not None:
             routes.flipped.extend([torch.tensor(1), torch.tensor(2)])
@@ -68,9 +68,9 @@ DENOMINATORS = Denominators(num_valid_tokens=3, num_sequences=2, policy_version=
 
 @pytest.mark.parametrize("coef", [-0.1, 0.0, 0.1])
 def test_the_entropy_has_a_gradient_where_it_is_in_the_loss(coef: float) -> None:
-    played = Played()
-    forward_of(played, [], has_reference=False, entropy_coef=coef).loss(collate(SAMPLES, 5), DENOMINATORS)
-    assert played.differentiates_entropy == (coef != 0)
+    played, seen = Played(), []
+    forward_of(played, seen, has_reference=False, entropy_coef=coef).loss(collate(SAMPLES, 5), DENOMINATORS)
+    assert played.differentiates_entropy == (coef != 0) and seen[0][0].ref_logprobs_N is None
 
 
 def test_a_loss_is_given_each_counted_token_and_the_reference_runs_first() -> None:
@@ -112,8 +112,8 @@ def test_routes_that_were_recorded_are_replayed_and_counted() -> None:
 
     played, seen = Played(), []
     micro = collate([routed(one) for one in SAMPLES], 3)
-    part, _ = forward_of(played, seen, has_reference=False).loss(micro, DENOMINATORS)
-    assert played.order == ["policy"] and seen[0][0].ref_logprobs_N is None
+    part, _ = forward_of(played, seen, has_reference=True).loss(micro, DENOMINATORS)
+    assert played.order == ["reference, routed", "policy, routed"]
     assert float(part.sums["parity/num_flipped"]) == 3
     assert float(part.sums["parity/num_routings"]) == 3 * 2, "of three tokens, at two layers"
 

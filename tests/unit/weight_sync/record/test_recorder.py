@@ -382,6 +382,7 @@ def test_a_number_assigned_to_a_part_is_a_fill_on_any_device(device: str):
         (lambda p, w: (p.copy_(w), p[2].zero_()), "fills element 8 with a constant after loading it"),
         (lambda p, w: p[:, :3].copy_(w[:, :3]), "leaves 4 of 16 elements as they were, the first at 3"),
         (lambda p, w: setattr(p, "data", torch.ones(4, 4)), "replaced its memory"),
+        (lambda p, w: (p.copy_(w), setattr(p, "data", p.data.t())), "replaced its memory"),
         (lambda p, w: None, r"never wrote 1 parameter\(s\): p"),
         (lambda p, w: 1 / 0, "the loader failed on t: ZeroDivisionError.*; is it a tensor of the engine's own model"),
     ],

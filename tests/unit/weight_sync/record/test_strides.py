@@ -75,3 +75,9 @@ def test_too_many_rectangles_are_refused():
     size = MAX_RECTANGLES + 1
     with pytest.raises(ValueError, match="more than"):
         rectangles((2 * size,), (size,), (2,), 0, (1,))
+
+
+def test_a_view_that_steps_over_the_ends_of_rows_or_ends_in_one_is_refused():
+    for shape, size, step in (((2, 5), 5, 2), ((2, 4), 6, 1)):
+        with pytest.raises(ValueError, match="across the rows"):
+            rectangles(shape, (size,), (step,), 0, (1,))
