@@ -40,6 +40,7 @@ def import_function(option: str, value: str) -> Callable[..., Any]:
     if is_file and not Path(place).is_file():
         raise ConfigError(f"{option}={value}: there is no file {Path(place).absolute()}")
     try:
+        _search(Path(place).absolute().parent if is_file else Path.cwd())
         module = _load_file(Path(place)) if is_file else importlib.import_module(place)
     except Exception as e:  # the user's own module runs here
         raise ConfigError(
@@ -94,6 +95,7 @@ def source_of(value: str) -> Path | None:
     place = value.rpartition(":")[0]
     if place.endswith(".py"):
         return Path(place).absolute()
+    _search(Path.cwd())
     try:
         spec = importlib.util.find_spec(place)
     except (ImportError, ValueError):
@@ -121,9 +123,14 @@ def keep_copy(option: str, file: Path, copy: Path | None) -> None:
     write_whole(copy, content)
 
 
+def _search(folder: Path) -> None:
+    """Let modules of the folder be imported. They hide no installed one."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def _load_file(file: Path) -> ModuleType:
-    """Import the file as a module. It can import files beside it, and does not hide an installed module."""
-    sys.path.append(str(file.absolute().parent))
+    """Import the file as a module, which hides no installed one."""
     spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

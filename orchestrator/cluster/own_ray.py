@@ -128,7 +128,7 @@ class OwnRay:
         )
         self.is_taken_over = False
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "slipstream.orchestrator.cluster.ray_host", json.dumps(asdict(options))),
+            *(sys.executable, "-P", "-m", "slipstream.orchestrator.cluster.ray_host", json.dumps(asdict(options))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # what is sent to our process group is not for Ray's servers

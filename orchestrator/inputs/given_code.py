@@ -6,7 +6,6 @@ Owns: how each is tried, in a process of its own where it is the user's code.
 import pickle
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ from slipstream.orchestrator.inputs.rows.prompt_rows import first_prompts
 from slipstream.orchestrator.inputs.text_encoder import template_knows_tools, tokenizer_folder
 from slipstream.rollout.agents.episode_runner import check_agent
 from slipstream.rollout.agents.tool_calls import parser_names
+from slipstream.rollout.in_vllm.fork_server import python_calls
 from slipstream.rollout.rewards.runner import check_reward
 
 TRY_S = 300.0
@@ -93,7 +93,7 @@ def check_algorithm_loads(config: RunConfig) -> Fact | None:
         except ConfigError as error:
             problems.append(str(error))
     if is_function_path(algorithm.loss):
-        command = [sys.executable, "-m", "slipstream.trainer.step.own_loss"]
+        command = python_calls("slipstream.trainer.step.own_loss:try_what_is_given")
         tried = subprocess.run(command, input=pickle.dumps(algorithm), capture_output=True, timeout=TRY_S, check=False)
         if tried.returncode != 0:
             said = tried.stderr.decode(errors="replace").strip().splitlines()

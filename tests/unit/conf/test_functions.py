@@ -42,6 +42,16 @@ def test_a_file_is_imported_beside_its_neighbours_and_hides_no_module(folder: Pa
         import_function("algorithm.loss", "json.py:WORTH")
 
 
+def test_a_module_of_the_working_folder_is_found_behind_those_that_are_installed(folder: Path) -> None:
+    """The command's own path has no working folder."""
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", str(folder))]
+    for name in ("of_here", "json"):
+        (folder / f"{name}.py").write_text("def f(): return 0.5\n")
+    assert source_of("of_here:f") == folder / "of_here.py"
+    assert import_function("algorithm.advantage", "of_here:f")() == 0.5
+    assert source_of("json:dumps") == Path(json.__file__)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

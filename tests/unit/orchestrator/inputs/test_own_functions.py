@@ -1,6 +1,7 @@
 """Locks: a loss and an advantage of the user's own are called, copied and refused with one message each."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,6 +155,17 @@ def test_an_advantage_is_tried_on_the_runs_own_rows_and_reward_parts(tmp_path: P
         check_algorithm_loads(careless)
     absent = replace(right, data=replace(right.data, path=str(tmp_path / "absent.jsonl")))
     assert check_algorithm_loads(absent).finding == f"{tmp_path}/own.py:by_level", "another check names the data"
+
+
+def test_a_loss_beside_the_users_other_files_is_tried_with_pythons_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logging.py").write_text("raise RuntimeError('a log of the user')\n")
+    (tmp_path / "losses.py").write_text("def plain(tokens, algorithm): return -tokens.logprobs_N\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = load_run_config(["experiment=quickstart", "algorithm.loss=losses:plain"])
+    assert check_algorithm_loads(config).finding == "losses:plain"
 
 
 def test_numbers_that_are_not_finite_end_the_run_with_the_response(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from oracles.cases import Case, ours
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.schema import AlgorithmConfig
+from slipstream.rollout.in_vllm.fork_server import python_calls
 from slipstream.trainer.step.own_loss import loss_function, try_loss
 
 OWN = '''
@@ -99,7 +99,7 @@ def test_a_file_that_is_not_there_is_named():
 def test_it_is_tried_in_a_process_of_its_own(path):
     """As before a run: the last line of its errors is the message, and no traceback."""
     tried = subprocess.run(
-        [sys.executable, "-m", "slipstream.trainer.step.own_loss"],
+        python_calls("slipstream.trainer.step.own_loss:try_what_is_given"),
         input=pickle.dumps(AlgorithmConfig(loss=f"{path}:mean")),
         capture_output=True,
         timeout=100,
