@@ -47,11 +47,11 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
     train = reinforce if config.algorithm.objective is Objective.policy else finetune
     with alive(folder.root), RunLog(folder.log) as log, command_reports_crashes(folder.crashes):
         point_latest(folder.root)
+        if "://" in (url := config.run.resume or "") and not folder.config.is_file():
+            ObjectStore(url).take_files((ENVIRONMENT, CONFIG), folder.root)  # of the part before
         note_start(folder, clock_of_this_process()(), FIRST_PHASE)
         log.say(f"run folder: {folder.root}")
         left = read_journal(folder)
-        if "://" in (url := config.run.resume or "") and not folder.config.is_file():
-            ObjectStore(url).take_files((ENVIRONMENT, CONFIG), folder.root)  # of the part before
         if any(word.lstrip("+").startswith("rollout.num_workers=") for word in overrides):
             folder.workers_asked.unlink(missing_ok=True)
         for option in (changes := changed_options(folder, config)):
