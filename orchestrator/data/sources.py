@@ -261,7 +261,7 @@ def _reading(file: Path) -> Generator[Any]:
     arrow: Any = import_module("pyarrow")
     try:
         yield import_module("pyarrow.parquet")
-    except (arrow.ArrowInvalid, OSError) as e:
+    except (arrow.ArrowException, OSError, ValueError, OverflowError) as e:  # text that is not UTF-8; a date of year 0
         raise DataError(f"{file} is not a readable Parquet file: {e}") from e
 
 

@@ -64,6 +64,20 @@ def test_a_column_of_float32_has_the_decimals_that_were_written(is_saved: bool, 
     assert [row.columns for row in read_rows(str(source))] == [{"answer": one, "wide": 1 / 3} for one in written]
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers()),  # Latin-1
+        pa.array([2**60], pa.timestamp("us")),  # after the year 9999
+    ],
+)
+def test_a_value_that_python_cannot_hold_names_its_file(column: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": column}), path)
+    with pytest.raises(DataError, match=rf"{path} is not a readable Parquet file: "):
+        list(read_rows(str(path)))
+
+
 def test_only_what_a_prompt_needs_is_read_of_a_parquet_file(tmp_path: Path) -> None:
     """Damage in the first row group does not matter to who begins in the second one."""
     path = tmp_path / "rows.parquet"
