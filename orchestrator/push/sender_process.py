@@ -39,6 +39,7 @@ from slipstream.orchestrator.errors import PushError
 from slipstream.orchestrator.push.push_options import PushOptions
 from slipstream.rollout.channel import BlockingChannel, Disconnected
 from slipstream.rollout.crash_reports import how_it_ended
+from slipstream.rollout.in_vllm.fork_server import python_calls
 from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.layout import DestLayout
@@ -84,7 +85,7 @@ class RankProcess:
         mine = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, *map(str, descriptors)],
+                python_calls(f"{__name__}:main", *descriptors),
                 pass_fds=descriptors,
                 env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, **mine},
             )
@@ -250,7 +251,3 @@ def _timed(seconds: dict[str, float], name: str) -> Generator[None]:
     began = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

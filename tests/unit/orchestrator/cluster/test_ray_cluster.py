@@ -115,9 +115,14 @@ async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(
         assert none is None
 
 
-async def test_python_that_optimizes_is_the_commands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own processes would compile every library that they import, while others wait for them 15 s."""
-    (python := tmp_path / "python").write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\ncat > /dev/null\n")
+async def test_python_that_optimizes_and_the_users_modules_are_the_commands_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own processes would compile every library that they import, while others wait for them 15 s; and a json.py
+    in the working folder would be imported in place of Python's."""
+    (python := tmp_path / "python").write_text(
+        f"#!/bin/sh\nenv > {tmp_path}/environment\necho $1 > {tmp_path}/first\ncat > /dev/null\n"
+    )
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")
@@ -128,6 +133,7 @@ async def test_python_that_optimizes_is_the_commands_alone(tmp_path: Path, monke
     given = (tmp_path / "environment").read_text()
     assert "PYTHONSAFEPATH=1" in given
     assert "PYTHONOPTIMIZE" not in given
+    assert (tmp_path / "first").read_text() == "-P\n"
 
 
 def test_it_imports_no_ray() -> None:

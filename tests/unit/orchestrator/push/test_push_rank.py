@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device
 from slipstream.orchestrator.push import sender_process as push_rank
 from slipstream.orchestrator.push.push_options import PushOptions
-from slipstream.orchestrator.push.sender_process import RankOptions
+from slipstream.orchestrator.push.sender_process import RankOptions, RankProcess
 from slipstream.rollout.channel import BlockingChannel
 from slipstream.weight_sync import api
 from slipstream.weight_sync.disk import safetensors_source as checkpoint
@@ -29,6 +30,20 @@ OPTIONS = RankOptions(
     key=bytes(32),
     rendezvous="",
 )
+
+
+def test_a_rank_beside_the_users_other_files_has_pythons_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('rows of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    there_is_none = dataclasses.replace(OPTIONS.push, checkpoint=tmp_path / "absent")
+    rank = RankProcess(0, dataclasses.replace(OPTIONS, push=there_is_none), None)
+    try:
+        with pytest.raises(ConfigError, match="absent"):
+            rank.result(120.0)
+    finally:
+        rank.stop()
 
 
 @dataclasses.dataclass
