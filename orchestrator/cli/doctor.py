@@ -299,11 +299,11 @@ def _print_table(findings: list[Finding], failed: bool) -> None:
 
 
 def trouble_in_child(code: str) -> str | None:
-    """Run Python code in a child process. Returns None if it worked, otherwise the last line of its error."""
+    """Run Python code in a child process, which finds modules where this one does. Returns None if it worked, otherwise
+    the last line of its error."""
+    words = [sys.executable, "-c", f"import sys; sys.path = {sys.path!r}; {code}"]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return f"hangs for more than {CHILD_TIMEOUT_S:.0f} s"
     if done.returncode == 0:

@@ -120,10 +120,12 @@ def test_every_area_reports_on_this_machine() -> None:
     assert all(finding.advice for finding in findings if finding.status in (Status.warn, Status.fail))
 
 
-def test_a_child_that_dies_is_a_finding_not_an_end() -> None:
+def test_a_child_that_dies_is_a_finding_not_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('rows of the user')\n")
+    monkeypatch.chdir(tmp_path)
     assert doctor.trouble_in_child("import os; os.abort()") is not None
     assert doctor.trouble_in_child("raise RuntimeError('no driver')") == "RuntimeError: no driver"
-    assert doctor.trouble_in_child("pass") is None
+    assert doctor.trouble_in_child("import json") is None
 
 
 def test_a_run_that_goes_on_is_shown_with_its_token(short_tmpdir: Path) -> None:
