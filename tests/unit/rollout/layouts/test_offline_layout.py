@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
 from slipstream.rollout.errors import EngineError
+from slipstream.rollout.layouts import offline_layout
 from slipstream.rollout.layouts.offline_layout import ExpectedLayouts, LayoutRequest, offline_layouts
 from slipstream.rollout.types import WorkerOptions
 from slipstream.weight_sync.layout import TensorMeta
@@ -52,11 +53,18 @@ OTHERS = [
 ]
 
 
-def test_layouts_are_kept_apart_by_what_they_depend_on(node_cache: Path) -> None:
-    ExpectedLayouts(OPTIONS).keep(["digest"])
+def test_layouts_are_kept_apart_by_what_they_depend_on(node_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept in (["of before"], ["digest"]):
+        expected = ExpectedLayouts(OPTIONS)
+        expected.digests()
+        expected.keep(kept)
     assert ExpectedLayouts(replace(OPTIONS, folder=Path("another"))).digests() == ["digest"]
     for other in OTHERS:
         assert ExpectedLayouts(replace(OPTIONS, **other)).digests() == [], other
+    file_of_plans = REQUEST.file(None)
+    with monkeypatch.context() as another:
+        another.setattr(offline_layout, "engine_version", lambda: "vllm 9.9.9")
+        assert ExpectedLayouts(OPTIONS).digests() == [] and REQUEST.file(None) != file_of_plans
     (file,) = node_cache.rglob("*.digests")
     for damaged in ("[1]", "{", '"digest"'):
         file.write_text(damaged)

@@ -14,16 +14,18 @@ NUM_LAYERS = 7
 
 
 class Engine:
-    """A dense first layer, then layers of two experts each; gate and up fused, rows padded. Counts what it loads."""
+    """A dense first layer, then layers of two experts each; gate and up fused, rows padded. Counts what it loads. A
+    layer may have gate and up the other way round, or another constant."""
 
-    def __init__(self, odd_layer: int | None = None) -> None:
-        self.odd_layer = odd_layer
+    def __init__(self, odd_layer: int | None = None, odd_fill: int | None = None) -> None:
+        self.odd_layer, self.odd_fill = odd_layer, odd_fill
         self.num_loaded = 0
         self.params: dict[str, Tensor] = {"embed": torch.empty(10, 4, device="meta")}
         self.tensors = [TensorMeta("embed.weight", (9, 4), "float32")]
         for layer in range(NUM_LAYERS):
             prefix, experts = f"model.layers.{layer}", 2 if layer else 1
             self.params[f"{prefix}.w13"] = torch.empty(experts, 8, 4, device="meta")
+            self.params[f"{prefix}.pad"] = torch.empty(3, device="meta")
             self.params[f"{prefix}.extra"] = torch.empty(3, device="meta")
             for expert in range(experts):
                 for leaf in ("gate", "up"):
@@ -39,6 +41,7 @@ class Engine:
             layer, expert, is_up = int(name.split(".")[2]), int(name.split(".")[5]), name.endswith("up")
             rows = slice(4, 8) if is_up != (layer == self.odd_layer) else slice(0, 4)
             self.params[f"model.layers.{layer}.w13"][expert, rows].copy_(tensor)
+            self.params[f"model.layers.{layer}.pad"].fill_(layer == self.odd_fill)
 
     def record(self, record) -> DestLayout:
         post_load = {name: PostLoad.derived for name in self.params if name.endswith("extra")}
@@ -52,9 +55,10 @@ def test_repeated_layers_are_the_recorded_ones() -> None:
     assert (whole.num_loaded, quick.num_loaded) == (1 + 2 + 6 * 4, 1 + 2 + 2 * 4)
 
 
-def test_layers_that_differ_are_all_recorded() -> None:
-    engine = Engine(odd_layer=2)
-    assert engine.record(record_repeating) == Engine(odd_layer=2).record(record_layout)
+@pytest.mark.parametrize("odd", [{"odd_layer": 2}, {"odd_fill": 2}])
+def test_layers_that_differ_are_all_recorded(odd: dict[str, int]) -> None:
+    engine = Engine(**odd)
+    assert engine.record(record_repeating) == Engine(**odd).record(record_layout)
     assert engine.num_loaded > 1 + 2 + 6 * 4
 
 
