@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,29 +76,58 @@ def test_without_a_word_everything_ends_with_the_controller(host: Host, words: b
     assert host.ends()
 
 
-def test_a_start_in_which_ray_hangs_and_lets_no_thread_run_ends_all_the_same(tmp_path: Path) -> None:
-    ray = tmp_path / "ray"
-    (ray / "_private").mkdir(parents=True)
-    (ray / "_private" / "worker.py").touch()
-    (ray / "__init__.py").write_text("import ctypes\ndef init(**_): ctypes.PyDLL(None).sleep(600)")  # holds the GIL
-    folders = dict.fromkeys(("folder", "logs", "crashes"), str(tmp_path))
-    program = f"""
+RAY = """
+import ctypes
+from types import SimpleNamespace
+
+def get_runtime_context():
+    return SimpleNamespace(gcs_address="127.0.0.1:6379")
+
+def init(**_):
+    {init}
+    return SimpleNamespace(dashboard_url="")
+"""
+WORKER = """
+from types import SimpleNamespace
+global_worker = SimpleNamespace(node=SimpleNamespace(kill_log_monitor=lambda check_alive: None))
+"""
+
+
+@contextmanager
+def program(folder: Path, init: str, *, start_s: float = 240.0) -> Iterator[subprocess.Popen[bytes]]:
+    """The whole program, with a Ray that starts no server."""
+    (folder / "ray" / "_private").mkdir(parents=True)
+    (folder / "ray" / "__init__.py").write_text(RAY.format(init=init))
+    (folder / "ray" / "_private" / "worker.py").write_text(WORKER)
+    (folder / "own").mkdir()
+    folders = dict.fromkeys(("folder", "logs", "crashes"), str(folder / "own"))
+    code = f"""
 from slipstream.orchestrator.cluster import ray_host
-ray_host.START_S = 1.0
+ray_host.START_S = {start_s}
 ray_host.main(ray_host.HostOptions(**{folders}, has_dashboard=False, object_store_bytes=0, workers_import_under=None))
 """
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    hung = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": path}
+    started = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
     try:
+        yield started
+    finally:
+        started.kill()
+
+
+def test_a_start_in_which_ray_hangs_and_lets_no_thread_run_ends_all_the_same(tmp_path: Path) -> None:
+    with program(tmp_path, "ctypes.PyDLL(None).sleep(600)", start_s=1.0) as hung:  # holds the interpreter
         assert hung.wait(240) == 1
         assert hung.stderr is not None and b"Timeout (0:00:01)" in hung.stderr.read()
-    finally:
-        hung.kill()
+
+
+def test_a_signal_does_not_end_it_whose_handler_ray_has_replaced(tmp_path: Path) -> None:
+    with program(tmp_path, f"ctypes.CDLL(None).signal({signal.SIGTERM:d}, None)") as host:  # unseen by Python
+        assert host.stdin is not None and host.stdout is not None
+        assert json.loads(host.stdout.readline()) == GREETING
+        host.terminate()
+        host.stdin.close()
+        assert host.wait(240) == 0
 
 
 def test_when_held_it_ends_after_the_lease(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
