@@ -211,9 +211,10 @@ def tell_instead(run: Path, lost: str) -> None:
     """Say why the run ended, where the controller cannot: Ray ends a driver that writes to a raylet which has just died
     on the spot, with a line in a log of its own, and that may be before the controller has heard of it."""
     from slipstream.orchestrator.control.control_folder import note_end_of
+    from slipstream.orchestrator.files.run_folder import RunFolder
 
     error = f"ClusterLost: {lost}; Ray ended the command with it"
-    sys.stderr.write(f"error: {error}\nGo on: slipstream resume {run}\n")
+    sys.stderr.write(f"error: {error}\nGo on: {RunFolder(run).how_to_resume}\n")
     note_end_of(run, "failed", error)
 
 

@@ -242,12 +242,14 @@ def test_a_child_that_ends_while_servers_are_looked_for_is_none_of_them(
 def test_a_controller_that_ray_has_ended_with_a_server_is_spoken_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with alive(tmp_path):
+    (run := tmp_path / "a run").mkdir()
+    with alive(run):
         pass
     lost = ray_host.loss("raylet", "it was ended by SIGKILL")
-    ray_host.tell_instead(tmp_path, lost)
-    assert how_it_ended(tmp_path) == ("failed", f"ClusterLost: {lost}; Ray ended the command with it")
-    assert capsys.readouterr().err.startswith(f"error: ClusterLost: {lost}")
+    ray_host.tell_instead(run, lost)
+    assert how_it_ended(run) == ("failed", f"ClusterLost: {lost}; Ray ended the command with it")
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: ClusterLost: {lost}") and said.endswith(f"\nGo on: slipstream resume '{run}'\n")
 
 
 async def test_where_nobody_waits_nothing_is_taken_over(tmp_path: Path) -> None:
