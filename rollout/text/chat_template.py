@@ -12,7 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from slipstream.conf.failures import outcome_of
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.failures import outcome_of, raised_as
 from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.errors import DataError, TemplateRefused
 from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat
@@ -21,6 +22,13 @@ from slipstream.rollout.text.plain_template import CLASS_TOKENS, read_plain, var
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
 PRESENT = "present"
 """A file of the folder, with the time that a template is to take for the present; without it the clock has it."""
+
+_UNREADABLE = (
+    ConfigError,
+    "the files of the model's tokenizer (tokenizer_config.json, chat_template.jinja and others beside them) cannot be "
+    "used: ",
+    "; copy the model's own, whole, or give model.tokenizer=FOLDER",
+)
 
 
 class ChatTemplate:
@@ -37,13 +45,16 @@ class ChatTemplate:
             import transformers
 
             loader: Any = transformers.AutoTokenizer
-            self._tokenizer = loader.from_pretrained(self._folder)
+            with raised_as(*_UNREADABLE):
+                # Where code of the folder's own is needed, it would ask on the terminal whether to run it.
+                self._tokenizer = loader.from_pretrained(self._folder, trust_remote_code=False)
         return self._tokenizer
 
     def load(self) -> None:
         """Load what render() needs. Without this, its first call does."""
         if self._renderer is None:
-            self._renderer = read_plain(self._folder) or self.tokenizer
+            with raised_as(*_UNREADABLE):
+                self._renderer = read_plain(self._folder) or self.tokenizer
 
     def check(self, chat: Chat) -> None:
         """Refuse tools that the template does not write, and options that it does not read: a model would not see them.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.chat_template import PRESENT, ChatTemplate
@@ -124,6 +125,21 @@ def test_the_template_in_a_file_of_its_own_is_the_one(tmp_path: Path) -> None:
     assert read_plain(folder) is not None
     assert ChatTemplate(folder).render(CHAT, is_open=True) == by_its_own_class(folder, [])
     assert ChatTemplate(folder).render(CHAT, is_open=True) == "you are. \u2026 of the file"
+
+
+@pytest.mark.parametrize(
+    ("template", "description", "what"),
+    [
+        ("{% if %}", {}, "TemplateSyntaxError: "),
+        ("{{ image_token }}", {"extra_special_tokens": {"image_token": 3}}, "TypeError: "),
+        ("x", {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}, "ValueError: "),
+    ],
+)
+def test_files_that_no_class_reads_are_refused_in_words(
+    template: str, description: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^the files of the model's tokenizer .* cannot be used: {what}"):
+        ChatTemplate(save(tmp_path, template, **description)).render(CHAT, is_open=True)
 
 
 def test_a_templates_own_refusal_is_raised(tmp_path: Path) -> None:
