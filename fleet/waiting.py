@@ -32,6 +32,7 @@ async def wait_for(
         progress: a counter; whenever it has grown the deadline starts again.
     """
     task, now = asyncio.ensure_future(awaitable), asyncio.get_running_loop().time
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # also if nobody asks any more
     started = since = now()
     seen = progress() if progress else 0
     try:

@@ -1,6 +1,7 @@
 """Promises of fleet/waiting.py: deadlines, what is said meanwhile, what is cancelled and what is left behind."""
 
 import asyncio
+import gc
 import logging
 import threading
 from typing import Any
@@ -70,6 +71,21 @@ async def test_time_in_which_this_process_was_stopped_is_not_held_against_who_is
         return "here"
 
     assert await wait_for(answered_meanwhile(), "it", timeout_s=70) == "here"
+
+
+async def test_what_fails_as_its_wait_is_cancelled_is_not_told_of_in_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answer = asyncio.get_running_loop().create_future()
+    waiting_for = asyncio.create_task(wait_for(answer, "it", timeout_s=70))
+    await asyncio.sleep(0)
+    answer.set_exception(ValueError("the other end is gone"))
+    waiting_for.cancel()
+    await asyncio.wait({waiting_for})
+    assert waiting_for.cancelled()
+    del answer, waiting_for
+    gc.collect()
+    assert not any("the other end is gone" in message for message in caplog.messages)
 
 
 @on_jumping_clock
