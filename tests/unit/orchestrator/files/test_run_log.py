@@ -17,7 +17,8 @@ from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
 from slipstream.orchestrator.files.startup import RUN, Span, Startup, describe, read_starts
 
 
-def test_progress_line_fits_the_terminal() -> None:
+def test_progress_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     shown = StringIO()
     with ProgressLine(Console(file=shown, force_terminal=True, width=40)) as progress:
         progress.show(3, 10, "reward 1.000  [eval] 0.500  entropy 3.66  wait 0.50s", 65)
