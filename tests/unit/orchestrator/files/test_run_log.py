@@ -134,7 +134,8 @@ def test_off_a_terminal_it_is_a_line_where_it_changes_and_seldom(tmp_path: Path)
     assert [line.split(": ", 1)[1] for line in (tmp_path / "run.log").read_text().splitlines()] == expected
 
 
-def test_a_terminal_has_one_line_that_is_rewritten() -> None:
+def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     shown = StringIO()
     with ProgressLine(Console(file=shown, force_terminal=True, width=60)) as progress:
         for second in range(3):
