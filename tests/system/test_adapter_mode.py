@@ -11,7 +11,6 @@ tests/unit/rollout/adapters.
 import asyncio
 import multiprocessing
 import signal
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,9 +146,7 @@ class Setup:
     async def kill_and_start_again(self, base: Path | None = None) -> RolloutWorker:
         """Worker 0 is lost; a publish finds it so, and the other one goes on."""
         self.processes[0].send_signal(signal.SIGKILL)
-        began = time.monotonic()
         report = await self.publish()
-        assert time.monotonic() - began < TIMEOUT_S + 60
         assert [replica.committed for replica in report.replicas] == [False, True]
         await self.workers[0].stop()
         await asyncio.to_thread(self.trainer.delivery.disconnect, [0])
@@ -337,10 +334,8 @@ async def test_a_worker_whose_peer_is_gone_gets_base_and_version_from_the_traine
     fresh = await setup.kill_and_start_again()
     offers = await setup.workers[1].offer()
     gone = [replace(offer, binding=replace(offer.binding, session="127.0.0.1:9")) for offer in offers]
-    began = time.monotonic()
     with pytest.raises(TransportError):
         await fresh.pull(gone)
-    assert time.monotonic() - began < TIMEOUT_S + 60
     await refuses(fresh)
     assert await fresh.base_wanted_at() == fresh.endpoint()
     await setup.reconnect()
