@@ -123,6 +123,10 @@ def test_everything_is_sent_where_that_is_cheaper() -> None:
     ways(costs, 3, 0.44, whole_s=0.25, write_s=0.17)
     costs.note(publish_report(0, []), 1)
     assert not costs.is_whole_cheaper, "others take part"
+    ways(costs, 0, 0.2, whole_s=0.25, write_s=0.17)
+    for _ in range(2):
+        costs.note(replace(publish_report(0, []), total_s=9.0, num_takers=1), 2)
+    assert not costs.is_whole_cheaper, "one of the two got everything"
 
 
 def test_nobody_takes_changes_in_a_publish_that_is_quicker_whole() -> None:
