@@ -346,3 +346,14 @@ def test_a_piece_of_a_tensor_that_another_parameter_loads_in_the_same_way_is_ref
     wrong = dataclasses.replace(plan, tasks={0: table_of(0, tasks)})
     assert f"no load puts {tensor}" in is_refused(prove_coverage, wrong, [[layout]], sources)
     assert "no load puts" in is_refused(prove_by_element, wrong, [[layout]], sources)
+
+
+def test_rows_of_a_tensor_that_change_places_are_refused() -> None:
+    """Each lies inside the load, and where the other one belongs."""
+    sources, layout = copied({"t": (2, 4)})
+    plan = build_plan(sources, [[layout]], max_task_bytes=16)
+    first, second = plan.tasks[0]
+    swapped = [dataclasses.replace(one, pieces=other.pieces) for one, other in ((first, second), (second, first))]
+    wrong = dataclasses.replace(plan, tasks={0: table_of(0, swapped)})
+    for prove in (prove_coverage, prove_by_element):
+        assert "no load puts" in is_refused(prove, wrong, [[layout]], sources), prove
