@@ -107,5 +107,10 @@ class TextEncoder:
         self._turns.check(chat, is_open=is_open)
 
     def check_options(self, options: JsonMapping, name: str) -> None:
-        self.require_chat_template()
+        """Refuse options that no template reads; messages call them `name`. Raises DataError."""
+        if not self._has_template:
+            raise DataError(
+                f"{name} has no effect with a tokenizer that has no chat template; remove it, or give a tokenizer with "
+                "a template: model.tokenizer=FOLDER"
+            )
         self._template.check_options(options, name)

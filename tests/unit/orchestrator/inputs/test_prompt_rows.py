@@ -288,3 +288,6 @@ def test_options_of_the_template_are_checked_and_used_before_a_run(tmp_path: Pat
         DataError, match=r"^data\.chat_template_kwargs\.effort_level: .* no such option; it reads effort"
     ):
         check_data(config)
+    config = chats(tmp_path / "none", "", [{"prompt": "yes"}], "data.chat_template_kwargs.effort=low")
+    with pytest.raises(DataError, match=r"^data\.chat_template_kwargs has no effect with a tokenizer that has no chat"):
+        check_data(config)
