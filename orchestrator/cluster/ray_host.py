@@ -57,7 +57,6 @@ from slipstream.orchestrator.cluster.private_folder import (
 )
 from slipstream.orchestrator.files.outputs import output_in
 from slipstream.orchestrator.machine import count_cpus
-from slipstream.orchestrator.signals import take_sigterm_back
 from slipstream.orchestrator.socket_folder import HOLD, LET_GO
 from slipstream.rollout import worker_process
 from slipstream.rollout.crash_reports import COMMAND, death_in, drop_empty_reports, report_crashes
@@ -133,7 +132,7 @@ def _start_ray(options: HostOptions, controller: _Controller) -> None:
             _temp_dir=str(PrivateFolder(Path(options.folder)).ray),
         )
     )
-    take_sigterm_back()
+    signal.signal(signal.SIGTERM, _ignore)  # Ray's own handlers, of Python and of C++, would end it
     if isinstance(joined, Exception):
         controller.say(failed=in_words(joined))
     else:
