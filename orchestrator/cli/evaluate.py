@@ -24,7 +24,7 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoi
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.row_files import read_rows
-from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_yaml
 from slipstream.orchestrator.inputs.model_files import download_first
 from slipstream.orchestrator.metrics.held_out import choosing_metrics, eval_names
 from slipstream.trainer.weights.stored_adapter import options_of, read_stored_adapter
@@ -63,11 +63,10 @@ def eval_config(
         words = [*model, *_data_of(overrides), *overrides, *([] if adapter is None else _shape_of(adapter))]
         return _of_model(load_run_config(words), adapter, checkpoint)
     folder = RunFolder(run.resolve())
-    try:
-        saved = folder.config.read_text(encoding="utf-8")
-    except OSError as error:
+    if not folder.config.exists():
         cure = f"; {found}" if (found := download_first(run)) else ""
-        raise ConfigError(f"{run} is neither a run folder (runs/latest) nor a model's (config.json){cure}") from error
+        raise ConfigError(f"{run} is neither a run folder (runs/latest) nor a model's (config.json){cure}")
+    saved = saved_yaml(run)
     if adapter is not None:
         adapter = adapter.absolute()
     overrides = stand_where_it_began(folder, overrides)

@@ -28,7 +28,7 @@ from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.files.may_write import naming_a_full_disk
 from slipstream.orchestrator.files.origin import check_weights
 from slipstream.orchestrator.files.outputs import check_can_write
-from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_yaml
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
 from slipstream.orchestrator.inputs.model_folder import complete_export
 from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
@@ -41,10 +41,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
         ConfigError: there is no such checkpoint, its base is not there, or the folder is.
     """
     folder = RunFolder(run.resolve())
-    try:
-        config = load_resolved_yaml(folder.config.read_text(encoding="utf-8"), [], subject=f"{folder.config}: ")
-    except OSError as error:
-        raise no_run_folder(run) from error
+    config = load_resolved_yaml(saved_yaml(run), subject=f"{folder.config}: ")
     target = (output or folder.merged).absolute()
     stand_where_it_began(folder, [])
     is_full = config.trainer.mode is TrainMode.full

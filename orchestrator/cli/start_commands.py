@@ -58,20 +58,12 @@ def resume(flags: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.conf.load import load_resolved_yaml
     from slipstream.orchestrator.cli.working_folder import stand_where_it_began
     from slipstream.orchestrator.files.kept_code import check_code_is_there
-    from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
+    from slipstream.orchestrator.files.run_folder import RunFolder, saved_yaml
 
     if is_url:
         return _resume_from_store(flags.run.rstrip("/"), overrides, flags)
     folder = RunFolder(Path(flags.run).resolve())
-    try:
-        saved = folder.config.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise no_run_folder(Path(flags.run)) from error
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"{folder.config} cannot be read: {why}; give all options again, and run.resume={folder.root}"
-        ) from error
+    saved = saved_yaml(Path(flags.run))
     overrides = stand_where_it_began(folder, overrides)
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     check_code_is_there(folder, config)

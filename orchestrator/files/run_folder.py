@@ -59,6 +59,8 @@ from slipstream.orchestrator.machine import installed
 WARM_UP, WARM_UP_OF = "trainer.optim.warmup_steps", "warm_up_of"
 """An option, and in environment.json the share that it was before a resume with another run.num_steps."""
 
+_OF_CONFIG = "it holds the run's options; slipstream train goes on without it, with all of them and run.resume=FOLDER"
+
 _BEGAN = "%Y%m%d-%H%M%S"
 """In the name of a run's folder."""
 _PACKAGES = (
@@ -217,16 +219,26 @@ def parts_before(folder: RunFolder) -> list[Path]:
 def saved_options(run: Path) -> JsonObject:
     """The options in a run's folder, section by section, as plain values. Raises ConfigError: it is no run folder, or
     its config.yaml is damaged."""
-    path = RunFolder(run).config
+    text, path = saved_yaml(run), RunFolder(run).config
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise no_run_folder(run) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read ({type(error).__name__}); it holds the run's options") from error
+        saved = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}); {_OF_CONFIG}") from error
     if not is_object(saved):
         raise ConfigError(f"{path} holds no options of a run")
     return saved
+
+
+def saved_yaml(run: Path) -> str:
+    """The text of config.yaml in a run's folder. Raises ConfigError: it is no run folder, or it cannot be read."""
+    path = RunFolder(run).config
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise no_run_folder(run) from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{path} cannot be read: {why}; {_OF_CONFIG}") from error
 
 
 def no_run_folder(run: Path) -> ConfigError:

@@ -21,7 +21,7 @@ from slipstream.conf.json_files import object_or_empty
 from slipstream.conf.load import load_resolved_yaml, load_run_config
 from slipstream.conf.schema import Device, Init, ModelConfig, RunConfig, TrainMode
 from slipstream.conf.schema.rules import refuse_first
-from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_yaml
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.inputs.preflight import check_initial_adapter
 from slipstream.orchestrator.inputs.rows.prompt_rows import PromptRows, RowEncoder
@@ -112,11 +112,7 @@ def load_config(options: ParityOptions, overrides: Sequence[str]) -> tuple[RunCo
 def _of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     """A run's options, its trained weights in place of those that it began with."""
     folder = RunFolder(run.resolve())
-    try:
-        saved = folder.config.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder.config} cannot be read: {error}") from error
-    config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
+    config = load_resolved_yaml(saved_yaml(run), overrides, subject=f"{folder.config}: ")
     config = replace(config, run=replace(config.run, resume=None))  # what is compared is an adapter, not a checkpoint
     if config.trainer.mode is TrainMode.full:
         merged = folder.root / "merged"

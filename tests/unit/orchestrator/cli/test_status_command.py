@@ -271,7 +271,6 @@ def test_where_there_are_no_runs_commands_say_how_one_is_started(
     ("saved", "said"),
     [
         (b"run: {num_steps: 3", "config.yaml cannot be read (ParserError)"),
-        (b"\xff\xfe", "config.yaml cannot be read (UnicodeDecodeError)"),
         (b"run", "config.yaml holds no options of a run"),
         (b"run: {}", "config.yaml holds no run.num_steps"),
     ],
@@ -283,3 +282,12 @@ def test_a_damaged_description_is_one_message(
     assert main(["status", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["merge", "eval", "parity", "resume", "status", "view"])
+def test_a_description_that_is_no_text_is_one_message(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"run: {name: caf\xe9}")
+    assert main([command, str(tmp_path)]) == 2
+    assert f"error: {tmp_path / 'config.yaml'} cannot be read: it is not UTF-8 text; " in capsys.readouterr().err
