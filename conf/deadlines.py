@@ -18,18 +18,19 @@ async def within(seconds: float | None) -> AsyncGenerator[asyncio.Timeout]:
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
 
-        def look(left_s: float, began: float, asked_s: float) -> None:
+        def look(left_s: float, began: float, asked_s: float, was_late: bool) -> None:
             nonlocal looking
             waited_s = loop.time() - began
-            left_s -= waited_s if waited_s <= asked_s + STOPPED_S else 0.0
+            is_late = waited_s > asked_s + STOPPED_S
+            left_s -= 0.0 if is_late and not was_late else waited_s  # late twice: the loop is blocked
             if left_s <= 0:
                 limit.reschedule(loop.time())
             else:
-                looking = look_again(left_s)
+                looking = look_again(left_s, is_late)
 
-        def look_again(left_s: float) -> asyncio.TimerHandle:
+        def look_again(left_s: float, was_late: bool = False) -> asyncio.TimerHandle:
             asked_s = min(left_s, _LOOK_EVERY_S)
-            return loop.call_later(asked_s, look, left_s, loop.time(), asked_s)
+            return loop.call_later(asked_s, look, left_s, loop.time(), asked_s, was_late)
 
         looking = None if seconds is None else look_again(max(0.0, seconds))
         try:
