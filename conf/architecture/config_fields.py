@@ -254,8 +254,8 @@ class Fields(JsonObject):
 
 def _yarn(config: Fields, rope: Fields) -> YarnScaling:
     def number(key: str) -> float | None:
-        """None where it is missing, null or 0."""
-        return _number(rope, key) if rope.get(key) else None
+        """None where it is missing or null. 0 stays: of `mscale`, vLLM takes one that is missing for 1."""
+        return _number(rope, key) if rope.get(key) else rope.get(key)
 
     original = number("original_max_position_embeddings") or config.size("max_position_embeddings")
     return YarnScaling(

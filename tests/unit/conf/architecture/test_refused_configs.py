@@ -108,7 +108,10 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
         ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number from 0 on, got -1"),
         *(
             ({"rope_scaling": {**DEEPSEEK["rope_scaling"], **changes}}, "YaRN of latent attention takes mscale and")
-            for changes in ({"attention_factor": 1.0}, {"truncate": False}, {"mscale": 0.7, "mscale_all_dim": None})
+            for changes in (
+                *({"attention_factor": 1.0}, {"truncate": False}, {"mscale": 0.7, "mscale_all_dim": None}),
+                *({"mscale": 0, "mscale_all_dim": zero} for zero in (0, None)),
+            )
         ),
         *(
             ({field: ...}, f"{field} must be given for deepseek_v3")
