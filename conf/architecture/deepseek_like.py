@@ -207,7 +207,7 @@ def sigmoid_moe(
             f"{moe.num_experts} experts into equal groups of two or more, and topk_group of them must hold "
             f"num_experts_per_tok={moe.top_k} experts"
         )
-    num_shared = config.count("n_shared_experts", 0) if "n_shared_experts" in config else num_shared
+    num_shared = config.count("n_shared_experts", 0 if "n_shared_experts" in config else num_shared)
     return replace(moe, shared_intermediate_size=num_shared * moe.intermediate_size)
 
 

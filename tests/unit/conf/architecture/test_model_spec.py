@@ -13,12 +13,14 @@ from cases.tiny_configs import (
     DEEPSEEK_V32,
     DENSE,
     GEMMA4,
+    GLM_LITE,
     GPT_OSS,
     KIMI_INT4,
     LLAMA,
     MISTRAL,
     MIXTRAL,
     MOE,
+    without,
 )
 from cases.tiny_models import make_decoder
 from transformers import AutoConfig
@@ -202,6 +204,12 @@ def test_a_misspelt_field_is_refused_and_the_right_one_named(wrong, right):
     hf_config = {**AutoConfig.for_model("qwen3_moe").to_dict(), "model_type": "qwen3_moe", wrong: 1}
     with pytest.raises(ConfigError, match=f"hf_config.{wrong} is .* Did you mean {right}"):
         check_spelling(hf_config, [wrong])
+
+
+def test_a_misspelt_field_is_refused_also_where_the_right_one_may_be_missing():
+    hf_config = {**without(GLM_LITE, "n_shared_experts"), "n_shared_expert": 1}
+    with pytest.raises(ConfigError, match="Did you mean n_shared_experts"):
+        check_spelling(hf_config, ["n_shared_expert"])
 
 
 @pytest.mark.parametrize(
