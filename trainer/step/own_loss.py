@@ -8,6 +8,7 @@ Invariant: what is wrong with it is one message that names the option.
 
 import functools
 import inspect
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -104,6 +105,7 @@ def try_loss(algorithm: AlgorithmConfig) -> None:
 
 def try_what_is_given() -> None:
     """Try the loss of a pickled AlgorithmConfig on standard input; end with one line if it fails."""
+    sys.path.append(os.getcwd())  # ranks have it there, of Ray
     try:
         try_loss(pickle.load(sys.stdin.buffer))
     except SlipstreamError as problem:

@@ -163,9 +163,12 @@ def test_a_loss_beside_the_users_other_files_is_tried_with_pythons_own_modules(
     (tmp_path / "logging.py").write_text("raise RuntimeError('a log of the user')\n")
     (tmp_path / "losses.py").write_text("def plain(tokens, algorithm): return -tokens.logprobs_N\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    config = load_run_config(["experiment=quickstart", "algorithm.loss=losses:plain"])
-    assert check_algorithm_loads(config).finding == "losses:plain"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "one.py").write_text("from losses import plain\n")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    for loss in ("own/one.py:plain", "losses:plain"):
+        config = load_run_config(["experiment=quickstart", f"algorithm.loss={loss}"])
+        assert check_algorithm_loads(config).finding == loss
 
 
 def test_numbers_that_are_not_finite_end_the_run_with_the_response(path: Path) -> None:
