@@ -169,9 +169,9 @@ def checkpoint_of(folder: RunFolder, checkpoint: str) -> Path:
         )
     steps = ", ".join(str(step_of(path)) for path in complete_checkpoints(folder.checkpoints)) or "none"
     if checkpoint == "best":
-        if not folder.best.exists():
+        path = named.get(object_in(folder.checkpoints / "best.json").get("step", -1))  # not every disk has the link
+        if path is None:
             raise ConfigError(f"{folder.root} has no best checkpoint (run.keep_best); its steps are {steps}")
-        path = folder.best.resolve()
     else:
         path = named.get(max(named) if checkpoint == "newest" else int(checkpoint) if checkpoint.isdecimal() else -1)
     if path is None:

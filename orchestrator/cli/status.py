@@ -197,7 +197,8 @@ def status_of(run: Path) -> Status:
     seconds = [one for one in later if one is not None]
     is_going_on = state == "running" and step is not None and seconds
     checkpoints = complete_checkpoints(folder.checkpoints)
-    best = object_in(folder.checkpoints / "best.json") if folder.best.exists() else JsonObject()
+    judged = object_in(folder.checkpoints / "best.json")
+    best = judged if judged.get("step") in [step_of(path) for path in checkpoints] else JsonObject()
     remote = object_in(folder.checkpoints / "remote.json")
     durable = remote.get("step") if remote else step_of(checkpoints[-1] if checkpoints else None)
     starts = [row for row in read_starts(folder.startup) if row.start == RUN]

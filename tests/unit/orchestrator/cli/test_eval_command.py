@@ -30,13 +30,13 @@ def write_adapter(folder: Path, *, rank: int, alpha: float, **fields: object) ->
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder with checkpoints of steps 5 and 10, of which 5 is the best."""
+    """A run's folder with checkpoints of steps 5 and 10, of which 5 is the best, on a disk without links."""
     root = tmp_path / "runs" / "mine"
     for step in (5, 10):
         checkpoint = root / "checkpoints" / f"step-{step:06d}"
         write_adapter(checkpoint / "adapter", rank=16, alpha=32.0)
         (checkpoint / "manifest.json").write_text("{}")
-    (root / "checkpoints" / "best").symlink_to("step-000005")
+    (root / "checkpoints" / "best.json").write_text('{"step": 5}')
     config = load_run_config(["experiment=quickstart", "run.eval_every_steps=5"])
     (root / "config.yaml").write_text(yaml.safe_dump(to_plain(asdict(config))))
     return root
@@ -149,7 +149,7 @@ def test_weights_that_are_not_there_are_refused(run: Path, tmp_path: Path) -> No
         eval_config(None, tmp_path, None, ["experiment=quickstart"])
     with pytest.raises(ConfigError, match="holds no adapter in PEFT's format"):
         eval_config(run, tmp_path, None, [])
-    (run / "checkpoints" / "best").unlink()
+    (run / "checkpoints" / "best.json").write_text('{"step": 4}')  # removed when the run went on without keeping it
     with pytest.raises(ConfigError, match=r"has no best checkpoint \(run.keep_best\); its steps are 5, 10"):
         eval_config(run, None, "best", [])
 
