@@ -109,7 +109,7 @@ class ObjectStore:
             fs.pipe_file(f"{folder}/probe", b"{}")
             if not fs.ls(folder, detail=False) or fs.cat_file(f"{folder}/probe") != b"{}":
                 raise OSError("what was written does not come back")
-            fs.rm(folder, recursive=True)
+            _remove(fs, folder)
 
     @_soon
     def claim(self) -> None:
@@ -197,7 +197,7 @@ class ObjectStore:
                     continue
                 if step in complete:
                     fs.rm_file(f"{root}/{name}/{MANIFEST}")
-                fs.rm(f"{root}/{name}", recursive=True)
+                _remove(fs, f"{root}/{name}")
 
     @contextmanager
     def _speaking(self, what: str) -> Generator[tuple[Any, str]]:
@@ -212,6 +212,18 @@ class ObjectStore:
             said = in_words(error)
             cure = "".join(f"; {cure}" for begin, cure in _CURES.items() if said.startswith(begin))
             raise ObjectStoreError(f"{self.url} {what}: {said}{cure}") from error
+
+
+def _remove(fs: Any, folder: str) -> None:
+    """Remove a folder and nothing else: rm() of all drivers but the local disk's takes it for a pattern, which other
+    runs' folders may match."""
+    from fsspec.implementations.local import LocalFileSystem  # pyright: ignore[reportMissingTypeStubs]
+
+    if fs.protocol == LocalFileSystem.protocol or not glob.has_magic(folder):
+        fs.rm(folder, recursive=True)
+    else:
+        for file in fs.find(folder):
+            fs.rm_file(file)
 
 
 def _note_in_the_log(_: AbstractEventLoop, context: dict[str, Any]) -> None:

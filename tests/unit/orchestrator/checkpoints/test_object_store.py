@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from fsspec import filesystem
 from fsspec.implementations.local import LocalFileSystem
 
 from slipstream.conf.errors import ConfigError
@@ -415,6 +416,23 @@ def test_the_name_of_a_run_is_no_pattern(tmp_path: Path) -> None:
         (tmp_path / name / f"step-{len(name):06d}" / "manifest.json").touch()
         assert ObjectStore(f"file://{tmp_path}/{name}").steps() == [len(name)]
     assert ObjectStore(f"file://{tmp_path}/run*").steps() == [4]
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_of_a_run_whose_name_is_a_pattern_only_its_own_checkpoints_are_removed(scheme: str, tmp_path: Path) -> None:
+    one, other = (ObjectStore(f"{scheme}://{tmp_path}/{name}") for name in ("run-[12]", "run-1"))
+    for store in (one, other):
+        store.check()
+        store.claim()
+        for step in (1, 2):
+            checkpoint = tmp_path / "here" / f"step-{step:06d}"
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            for name in ("manifest.json", "rank-0.safetensors"):
+                (checkpoint / name).touch()
+            store.send(checkpoint, lambda put: put())
+    one.prune(keep=1, spared=())
+    left = [len(filesystem(scheme).find(store.url.partition("://")[2])) for store in (one, other)]
+    assert (one.steps(), other.steps(), left) == ([2], [1, 2], [3, 5]), "owner, and two files of each checkpoint"
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(remote: ObjectStore, tmp_path: Path) -> None:
