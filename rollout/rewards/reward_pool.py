@@ -30,8 +30,10 @@ from slipstream.rollout.user_processes.outcomes import (
 from slipstream.rollout.user_processes.pool import UserPool, user_environment
 from slipstream.rollout.user_processes.user_process import Lost, Program
 
-LATE_S = 3.0
-"""How much later than its own deadline a coroutine's answer may come, before its process is taken to be blocked."""
+LATE_S = 30.0
+"""How much later than its own deadline a coroutine's answer may come, before its process is taken to be blocked, which
+costs all that it judges. Another coroutine may block it for a while: that time counts for none (conf/deadlines.py).
+"""
 MAX_ANSWER_BYTES = 1 << 20
 """Largest answer that is read. Those about a large group are the largest: each response may have a text (outcomes.py).
 """

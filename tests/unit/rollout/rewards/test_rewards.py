@@ -57,6 +57,12 @@ async def crowd(prompt, response, fields):
     Barrier.waiting -= 1
     return Barrier.most
 
+async def block(prompt, response, fields):
+    if response == "late":
+        time.sleep(7)
+        await asyncio.Event().wait()
+    return 1.0
+
 def meet(prompt, response, fields):
     "Answers when another process is in here as well."
     folder = os.path.dirname(__file__)
@@ -119,6 +125,12 @@ async def test_answers_of_a_large_group_have_room(file: Path):
     """Each is cut to 200 characters of three bytes."""
     async with running(RewardConfig(kind=f"{file}:with_answers")) as runner:
         assert await rewards_of(runner, PROMPT, *["a"] * 1024) == [1.0] * 1024
+
+
+async def test_a_coroutine_that_blocks_the_others_costs_itself_alone(file: Path):
+    config = RewardConfig(kind=f"{file}:block", max_concurrent=2, num_processes=1, timeout_s=1.0)
+    async with running(config) as runner:
+        assert await rewards_of(runner, PROMPT, "late", "b") == [None, 1.0]
 
 
 async def test_max_concurrent_bounds_the_coroutines_of_one_process_and_one_that_raises_costs_itself(file: Path):
