@@ -288,6 +288,6 @@ def test_a_damaged_description_is_one_message(
 def test_a_description_that_is_no_text_is_one_message(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.yaml").write_bytes(b"run: {name: caf\xe9}")
+    (tmp_path / "config.yaml").write_bytes(b"run: {name: \xe9}")
     assert main([command, str(tmp_path)]) == 2
     assert f"error: {tmp_path / 'config.yaml'} cannot be read: it is not UTF-8 text; " in capsys.readouterr().err
