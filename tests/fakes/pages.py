@@ -144,7 +144,7 @@ class Place:
         (partial / "trainer" / "rank-0.safetensors").write_bytes(bytes(100))
         self.adapter(partial / "adapter")
         store.finish(partial, RunState(50, 50, {"epoch": 0}, {}, BufferState(50)))
-        (root / "checkpoints" / "best").symlink_to("step-000050")
+        (root / "checkpoints" / "best.json").write_text('{"step": 50}')
         (root / "config.yaml").write_text(resolved_yaml(config))
 
     def write(self, name: str, text: str) -> None:
