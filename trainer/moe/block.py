@@ -6,6 +6,7 @@ nor the arithmetic of the routed experts (experts.py).
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class MoeBlock(nn.Module):
             self.add_module(name, module)
 
     @property
-    def shared(self) -> list[nn.Module]:
+    def shared(self) -> list[Any]:
         """The feed-forward that every token passes, and its gate; none of the two, or the first alone."""
         return [self.get_submodule(name) for name in self._shared_names]
 
