@@ -180,7 +180,7 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _memory_limits(root: Path) -> Iterator[int]:
-    """Of this process's control groups, in both versions of their file system."""
+    """Limits in bytes that this process's control groups set, in both versions of their file system."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controller, group = line.split(":", 2)
         if controller in ("", "memory"):

@@ -64,7 +64,7 @@ def carry_out(words: list[str]) -> int:
 
 
 def _flush() -> None:
-    """Of a terminal that has gone the exit code tells."""
+    """Write out what was said. If the terminal has gone, the exit code says so later."""
     try:
         print(end="", flush=True)  # where there is an output
     except OSError as error:

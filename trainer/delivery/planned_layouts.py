@@ -47,7 +47,7 @@ from slipstream.weight_sync.merging.factors import Merge
 _Held = tuple[HeldTensor | FusedTensor, Region]
 """A tensor of the whole decoder, and the part of it that a rank holds."""
 _MOMENT_BYTES = {OptimState.float32: 8, OptimState.bfloat16: 4, OptimState.int8: 2, OptimState.host: 8}
-"""Of both moments of an element."""
+"""Bytes that both moments of an element take."""
 
 
 @dataclass(frozen=True, slots=True)

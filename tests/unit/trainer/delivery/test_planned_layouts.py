@@ -200,7 +200,7 @@ def test_a_table_on_the_host_takes_no_memory_of_the_device():
     + [(state, DType.bfloat16) for state in OptimState if state is not OptimState.host],
 )
 def test_gradients_and_moments_take_what_was_foretold(state, dtype):
-    """Of adapters of either dtype, and in full training. Matrices are large enough for torchao's 8 bits, which have a
+    """For adapters of either dtype, and in full training. Matrices are large enough for torchao's 8 bits, which have a
     scale for 256 values; norms, in full training, are not."""
     lora = LoraConfig(rank=64, dtype=dtype or DType.float32)
     mode, optim = TrainMode.full if dtype is None else TrainMode.lora, OptimConfig(state=state)
